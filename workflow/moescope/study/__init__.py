@@ -1,0 +1,1 @@
+"""The study: what is asked, with what, and which results are still missing."""

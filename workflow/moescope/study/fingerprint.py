@@ -1,0 +1,146 @@
+"""Fingerprints of code: a hash of the syntax tree, so that a comment or a format change is no new key.
+
+A stage's code is its module and what that imports of moescope, directly or not, at the top or
+inside a function. Data files that a module reads count too: they are declared in the module as
+``DATA = ("families.json", ...)``, paths relative to the module.
+"""
+
+import ast
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+NAME = PACKAGE.name
+
+
+def fingerprints(*roots: str) -> dict[str, str]:
+    """Module name -> 12 hex digits, for the roots and all that they import of moescope.
+
+    Names are relative to the package ("measure.guard"); data files appear as
+    "measure/prompts.json". Raises ModuleNotFoundError for a root that does not exist.
+    """
+    found: dict[str, str] = {}
+    waiting = list(roots)
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        path = _path(name)
+        if path is None:
+            raise ModuleNotFoundError(f"no module {NAME}.{name}")
+        tree_hash, imports, data = _module(path)
+        found[name] = tree_hash
+        waiting += imports
+        for entry in data:
+            for file in sorted(path.parent.glob(entry)):
+                found[str(file.relative_to(PACKAGE))] = data_fingerprint(file)
+    return dict(sorted(found.items()))
+
+
+def data_fingerprint(path: Path) -> str:
+    """12 hex digits of a data file: JSON by its value, other text by its lines."""
+    text = path.read_text().replace("\r\n", "\n")
+    if path.suffix == ".json":
+        text = json.dumps(json.loads(text), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def tree_text(source: str) -> str:
+    """A syntax tree as text: the same for every Python that can parse the source.
+
+    ``ast.dump`` changes between Python versions (empty fields, new fields), so nodes are written
+    here: class, then the fields that hold something; docstrings and positions are left out.
+    """
+    parts: list[str] = []
+    _write(ast.parse(source), parts)
+    return "".join(parts)
+
+
+def _write(node: object, parts: list[str]) -> None:
+    if isinstance(node, list):
+        parts.append("[")
+        for item in node:
+            _write(item, parts)
+            parts.append(",")
+        parts.append("]")
+    elif isinstance(node, ast.AST):
+        parts.append(type(node).__name__)
+        parts.append("(")
+        for field in sorted(node._fields):
+            value = getattr(node, field, None)
+            if field == "body" and isinstance(
+                node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            ):
+                value = _without_docstring(value)
+            if value is None or value == [] or isinstance(value, ast.expr_context):
+                continue
+            parts.append(f"{field}=")
+            _write(value, parts)
+        parts.append(")")
+    else:
+        parts.append(repr(node))
+
+
+def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0] if body else None
+    if (
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
+    ):
+        return body[1:]
+    return body
+
+
+@cache
+def _module(path: Path) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """(hash, modules imported of this package, declared data files) of one source file."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    parts: list[str] = []
+    _write(tree, parts)
+    here = path.relative_to(PACKAGE).with_suffix("").parts
+    package = here[:-1]
+    imports: set[str] = set()
+    data: tuple[str, ...] = ()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            imports.update(_imported(node, package))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name == NAME or alias.name.startswith(f"{NAME}."):
+                    imports.add(alias.name.removeprefix(NAME).lstrip("."))
+        elif (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id == "DATA"
+        ):
+            data = tuple(ast.literal_eval(node.value))
+    known = tuple(sorted(name for name in imports if name and _path(name)))
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:12], known, data
+
+
+def _imported(node: ast.ImportFrom, package: tuple[str, ...]) -> set[str]:
+    if node.level:
+        base = package[: len(package) - node.level + 1]
+    elif node.module and node.module.split(".")[0] == NAME:
+        base = ()
+    else:
+        return set()
+    module = (node.module or "").split(".") if node.module else []
+    if not node.level:
+        module = module[1:]
+    full = [*base, *module]
+    # "from .x import y": y may be a module of package x or a name in module x.
+    return {".".join(full), *(".".join([*full, alias.name]) for alias in node.names)}
+
+
+def _path(name: str) -> Path | None:
+    """The source file of a module, or None (the package's own __init__ files count)."""
+    base = PACKAGE.joinpath(*name.split(".")) if name else PACKAGE
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return path
+    return None

@@ -1,0 +1,162 @@
+"""Reading a study: from YAML or from what Snakemake merged, to a validated Study.
+
+Every complaint is one line: the key, what stands there, what is allowed.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import UserError
+from ..verdict import quantities
+from .schema import AmbientRuntime, PythonRuntime, Study, SyntheticSource
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        value = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise UserError("the study does not exist", where=str(path)) from None
+    except yaml.YAMLError as error:
+        raise UserError(f"not YAML: {' '.join(str(error).split())}", where=str(path)) from None
+    if not isinstance(value, dict):
+        raise UserError("a study is a mapping with the key `study`", where=str(path))
+    return value
+
+
+def load(config: dict[str, Any], where: str, root: Path) -> Study:
+    """A validated study, or a UserError with one line for each thing that is wrong."""
+    try:
+        study = Study.model_validate(config)
+    except ValidationError as error:
+        lines = [_line(item, where) for item in error.errors()]
+        raise UserError("\n".join(dict.fromkeys(lines))) from None
+    lines = [f"{where}: {line}" for line in _inconsistencies(study, root)]
+    if lines:
+        raise UserError("\n".join(lines))
+    return study
+
+
+def _line(item: dict[str, Any], where: str) -> str:
+    # A union's tag (hub, python, ...) appears in pydantic's location but not in the file.
+    tags = {"hub", "local", "synthetic", "python", "ambient", "command"}
+    path = [str(part) for part in item["loc"]]
+    path = [part for i, part in enumerate(path) if not (part in tags and i in (2, 3))]
+    key = ".".join(path) or "study"
+    given = item.get("input")
+    stands = f"{given!r}" if not isinstance(given, dict | list) else type(given).__name__
+    kind = item["type"]
+    if kind == "missing":
+        return f"{where}: {key}: missing; it must be given"
+    if kind == "extra_forbidden":
+        return f"{where}: {key}: unknown key (value {stands}); remove it or mend its spelling"
+    if kind == "string_pattern_mismatch":
+        return f"{where}: {key}: {stands} is not allowed; {_pattern(item['ctx']['pattern'])}"
+    if kind == "literal_error":
+        return f"{where}: {key}: {stands} is not allowed; allowed: {item['ctx']['expected']}"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        allowed = item["ctx"].get("expected_tags", "a known kind")
+        return f"{where}: {key}.kind: {item['ctx'].get('tag')!r} is not allowed; allowed: {allowed}"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{where}: {key}: {stands}: {message[0].lower()}{message[1:]}"
+
+
+def _pattern(pattern: str) -> str:
+    known = {
+        r"^[0-9a-f]{40}$": "a revision is 40 hex digits in quotes (a branch or a tag is no pin)",
+        r"^[0-9a-f]{64}$": "a sha256 is 64 hex digits in quotes",
+        r"^[a-z0-9][a-z0-9-]*$": "a name is lower-case letters, digits and hyphens",
+        r"^[\w.-]+/[\w.-]+$": "a Hub repository is owner/name",
+    }
+    return known.get(pattern, f"it must match {pattern}")
+
+
+def _inconsistencies(study: Study, root: Path) -> list[str]:
+    """What the single fields cannot see: names that refer to nothing, two references, ..."""
+    lines = []
+    for name, runtime in study.runtimes.items():
+        if isinstance(runtime, PythonRuntime):
+            lines += _environment(root, runtime.env, f"runtimes.{name}.env")
+        elif isinstance(runtime, AmbientRuntime) and runtime.package not in runtime.pins:
+            lines.append(f"runtimes.{name}.pins: {runtime.package} has no version; give one")
+    for name, checkpoint in study.checkpoints.items():
+        if isinstance(checkpoint.source, SyntheticSource):
+            source = checkpoint.source
+            lines += _environment(root, source.layout, f"checkpoints.{name}.source.layout")
+            if "model_type" not in source.config:
+                lines.append(f"checkpoints.{name}.source.config: model_type is missing")
+    for name, arm in study.arms.items():
+        if arm.runtime not in study.runtimes:
+            allowed = ", ".join(study.runtimes)
+            lines.append(
+                f"arms.{name}.runtime: {arm.runtime!r} is no runtime of this study; "
+                f"allowed: {allowed}"
+            )
+        for checkpoint in arm.checkpoints or []:
+            if checkpoint not in study.checkpoints:
+                allowed = ", ".join(study.checkpoints)
+                lines.append(
+                    f"arms.{name}.checkpoints: {checkpoint!r} is no checkpoint of this study; "
+                    f"allowed: {allowed}"
+                )
+    references = study.role("reference")
+    if len(references) != 1:
+        found = ", ".join(references) or "none"
+        lines.append(f"arms: exactly one arm has the role reference; found {found}")
+        return lines
+    reference = study.arms[references[0]]
+    if reference.checkpoints is not None:
+        lines.append(
+            f"arms.{references[0]}.checkpoints: the reference is measured on all; remove the key"
+        )
+    nulls = study.role("null")
+    if len(nulls) != 1:
+        found = ", ".join(nulls) or "none"
+        lines.append(
+            "arms: exactly one arm has the role null (the reference a second time: the noise "
+            f"floor); found {found}"
+        )
+    for name in nulls:
+        null = study.arms[name]
+        if (null.runtime, null.env, null.patches) != (
+            reference.runtime,
+            reference.env,
+            reference.patches,
+        ):
+            lines.append(
+                f"arms.{name}: the null arm must have the reference's runtime, env and patches"
+            )
+    lines += _claims(study)
+    return lines
+
+
+def _environment(root: Path, env: str, key: str) -> list[str]:
+    names = sorted(path.stem for path in (root / "envs").glob("*.txt"))
+    if env in names:
+        return []
+    return [f"{key}: {env!r} has no file envs/{env}.txt; allowed: {', '.join(names)}"]
+
+
+def _claims(study: Study) -> list[str]:
+    lines = []
+    interventions = study.role("intervention")
+    names = [claim.name for claim in study.claims]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        lines.append(f"claims: the name {name!r} is given twice")
+    for index, claim in enumerate(study.claims):
+        key = f"claims.{index} ({claim.name})"
+        for condition in claim.all:
+            if not quantities.exists(condition.quantity, list(study.arms), interventions):
+                lines.append(
+                    f"{key}: {condition.quantity!r} is no quantity; allowed: "
+                    f"{', '.join(quantities.PATTERNS)}"
+                )
+        for checkpoint in claim.checkpoints or []:
+            if checkpoint not in study.checkpoints:
+                lines.append(f"{key}: {checkpoint!r} is no checkpoint of this study")
+        if claim.arm is not None and claim.arm not in study.arms:
+            lines.append(f"{key}: {claim.arm!r} is no arm of this study")
+    return lines

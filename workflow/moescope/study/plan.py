@@ -1,0 +1,285 @@
+"""The plan: every job of a study, the key of its result and what the key is made of.
+
+A key is a short hash of exactly what a result depends on: the stage's parameters, the keys of
+the results it reads, and the fingerprint of the code that makes it. Since the key is in the
+path, a result is there or it is not; nothing else decides whether a job runs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..files import digest, sha256_text
+from .fingerprint import data_fingerprint, fingerprints
+from .schema import Arm, Machine, PythonRuntime, Study, SyntheticSource
+
+# Stage -> the modules that make its result; what these import of moescope belongs to them.
+CODE = {
+    "fetch": ("checkpoints.fetch",),
+    "inspect": ("checkpoints.inspect",),
+    "build": ("runtimes.build",),
+    "warmup": ("measure.warmup", "worker.load", "worker.decode"),
+    "measure": ("measure.stage", "worker.load", "worker.decode", "worker.patches"),
+    "trace": ("trace.stage", "worker.load", "worker.decode", "worker.scopes", "worker.graph"),
+    "parity": ("verdict.parity", "worker.load", "worker.decode", "worker.forced"),
+    "analyse": ("verdict.analyse",),
+    "record": ("record.stage",),
+}
+# A synthetic checkpoint's bytes also depend on the worker's list of tensors.
+SYNTHETIC_CODE = ("checkpoints.synthetic", "worker.layout")
+
+# Stage -> the files that its result must have (others may be there too).
+OUTPUTS = {
+    "fetch": ("manifest.json", "config.json", "tensors.csv"),
+    "inspect": ("architecture.json",),
+    "build": ("manifest.json",),
+    "warmup": ("warmup.json",),
+    "measure": ("runs.jsonl", "guard.jsonl", "environment.json"),
+    "trace": ("scopes.json", "operations.csv", "trace.json"),
+    "parity": ("parity.json",),
+    "analyse": ("analysis.json",),
+    "record": ("record.md", "record.html", "record.json"),
+}
+STAGES = tuple(OUTPUTS)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One result: where it stands and what its key is made of."""
+
+    stage: str
+    subject: str
+    params: dict[str, Any]
+    upstream: dict[str, str]  # "stage/subject" -> key
+    code: dict[str, str]  # module -> fingerprint
+
+    @cached_property
+    def key(self) -> str:
+        """12 hex digits of the ingredients' hash; the full hash stands in ingredients.json."""
+        return digest(self.ingredients)[:12]
+
+    @property
+    def ingredients(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "subject": self.subject,
+            "params": self.params,
+            "upstream": self.upstream,
+            "code": self.code,
+        }
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}/{self.subject}"
+
+    @property
+    def folder(self) -> Path:
+        """Where the result stands, relative to the repository."""
+        return folder(self.stage, self.subject, self.key)
+
+    def done(self, root: Path) -> bool:
+        return all((root / self.folder / name).is_file() for name in OUTPUTS[self.stage])
+
+
+def folder(stage: str, subject: str, key: str) -> Path:
+    """results/<stage>/<subject>/<key>; records stand in results/records/."""
+    return Path("results") / ("records" if stage == "record" else stage) / subject / key
+
+
+class Plan:
+    """All jobs of a study on a machine class, in the order of the stages."""
+
+    def __init__(self, study: Study, machine: Machine, root: Path):
+        self.study, self.machine, self.root = study, machine, root
+        self._jobs: dict[str, Job] = {}
+        self._code: dict[tuple[str, ...], dict[str, str]] = {}
+        for checkpoint in study.checkpoints:
+            self._fetch(checkpoint)
+            self._add("inspect", checkpoint, {}, [f"fetch/{checkpoint}"])
+        for runtime in study.runtimes:
+            self._build(runtime)
+        for checkpoint in study.checkpoints:
+            for arm in self._warmed(checkpoint):
+                self._warmup(checkpoint, arm)
+            self._measure(checkpoint)
+            for arm in self._traced(checkpoint):
+                self._trace(checkpoint, arm)
+            self._parity(checkpoint)
+        self._analyse()
+        self._record()
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs.values())
+
+    def job(self, stage: str, subject: str) -> Job:
+        """Raises KeyError for a job that the study does not have."""
+        return self._jobs[f"{stage}/{subject}"]
+
+    def stage(self, stage: str) -> list[Job]:
+        return [job for job in self if job.stage == stage]
+
+    @property
+    def record(self) -> Job:
+        (job,) = self.stage("record")
+        return job
+
+    def needed(self, goal: str = "record") -> list[Job]:
+        """The stale jobs, in order: those whose result is not there."""
+        return [job for job in self if not job.done(self.root)]
+
+    def inputs(self, job: Job) -> list[str]:
+        """The upstream files that a job reads, relative to the repository."""
+        return [
+            str(folder(*name.split("/", 1), key) / file)
+            for name, key in job.upstream.items()
+            for file in OUTPUTS[name.split("/", 1)[0]]
+        ]
+
+    # One method a stage: what its result depends on.
+
+    def _fetch(self, name: str) -> None:
+        source = self.study.checkpoints[name].source
+        params = {"source": _dump(source)}
+        code = CODE["fetch"]
+        if isinstance(source, SyntheticSource):
+            params["source"]["layout_lock"] = self._lock(source.layout)
+            code += SYNTHETIC_CODE
+        self._add("fetch", name, params, [], code)
+
+    def _build(self, name: str) -> None:
+        runtime = self.study.runtimes[name]
+        params = {"name": name, **_dump(runtime)}
+        if isinstance(runtime, PythonRuntime):
+            params["lock"] = self._lock(runtime.env)
+        self._add("build", name, {"runtime": params, "machine": _dump(self.machine)}, [])
+
+    def _warmup(self, checkpoint: str, arm: str) -> None:
+        params = {
+            "checkpoint": checkpoint,
+            "arm": self._arm(arm),
+            "shape": _dump(self.study.shape),
+            "machine": _dump(self.machine),
+        }
+        self._add("warmup", f"{checkpoint}.{arm}", params, self._stand(checkpoint, [arm]))
+
+    def _measure(self, checkpoint: str) -> None:
+        arms = self.study.arms_on(checkpoint)
+        warm = [f"warmup/{checkpoint}.{arm}" for arm in self._warmed(checkpoint)]
+        params = {
+            "checkpoint": checkpoint,
+            "arms": {arm: self._arm(arm) for arm in arms},
+            "shape": _dump(self.study.shape),
+            "rounds": _dump(self.study.rounds),
+            "guard": _dump(self.study.guard),
+            "machine": _dump(self.machine),
+            "session": self.study.study.session,
+        }
+        self._add("measure", checkpoint, params, self._stand(checkpoint, arms) + warm)
+
+    def _trace(self, checkpoint: str, arm: str) -> None:
+        params = {
+            "checkpoint": checkpoint,
+            "arm": self._arm(arm),
+            "shape": _dump(self.study.shape),
+            "trace": _dump(self.study.trace),
+            "limits": _dump(self.study.limits, without=("parity",)),
+            "machine": _dump(self.machine),
+            "session": self.study.study.session,
+        }
+        self._add("trace", f"{checkpoint}.{arm}", params, self._stand(checkpoint, [arm]))
+
+    def _parity(self, checkpoint: str) -> None:
+        arms = [
+            arm
+            for arm in self.study.arms_on(checkpoint)
+            if self.study.arms[arm].role != "intervention"
+        ]
+        params = {
+            "checkpoint": checkpoint,
+            "arms": {arm: self._arm(arm) for arm in arms},
+            "shape": _dump(self.study.shape),
+            "limits": _dump(self.study.limits.parity),
+            "machine": _dump(self.machine),
+        }
+        self._add("parity", checkpoint, params, self._stand(checkpoint, arms))
+
+    def _analyse(self) -> None:
+        study = self.study
+        params = {
+            "study": _dump(study.study),
+            "machine": _dump(self.machine),
+            "checkpoints": {
+                name: {"role": checkpoint.role, "kind": checkpoint.source.kind}
+                for name, checkpoint in study.checkpoints.items()
+            },
+            "arms": {
+                name: {
+                    **self._arm(name),
+                    "checkpoints": [c for c in study.checkpoints if name in study.arms_on(c)],
+                }
+                for name in study.arms
+            },
+            "shape": _dump(study.shape),
+            "rounds": _dump(study.rounds),
+            "limits": _dump(study.limits),
+            "claims": [_dump(claim) for claim in study.claims],
+        }
+        self._add("analyse", study.study.name, params, list(self._jobs))
+
+    def _record(self) -> None:
+        self._add(*record_job(self.study.study.name, self.machine.name, self.root, self._jobs))
+
+    def _add(
+        self,
+        stage: str,
+        subject: str,
+        params: dict[str, Any],
+        upstream: list[str],
+        code: tuple[str, ...] = (),
+    ) -> None:
+        modules = code or CODE[stage]
+        if modules not in self._code:
+            self._code[modules] = fingerprints(*modules)
+        keys = {name: self._jobs[name].key for name in upstream}
+        job = Job(stage, subject, params, keys, self._code[modules])
+        self._jobs[job.name] = job
+
+    # What the study says, as ingredients.
+
+    def _arm(self, name: str) -> dict[str, Any]:
+        arm: Arm = self.study.arms[name]
+        return {"name": name, **_dump(arm, without=("checkpoints",))}
+
+    def _stand(self, checkpoint: str, arms: list[str]) -> list[str]:
+        """The checkpoint and the builds that some arms stand on."""
+        runtimes = dict.fromkeys(self.study.arms[arm].runtime for arm in arms)
+        return [f"fetch/{checkpoint}", *(f"build/{runtime}" for runtime in runtimes)]
+
+    def _traced(self, checkpoint: str) -> list[str]:
+        """The null arm is the reference again, an intervention is measured beside its arm."""
+        return [
+            arm
+            for arm in self.study.arms_on(checkpoint)
+            if self.study.arms[arm].role in ("reference", "candidate")
+        ]
+
+    def _warmed(self, checkpoint: str) -> list[str]:
+        return self._traced(checkpoint)
+
+    def _lock(self, env: str) -> str:
+        return sha256_text((self.root / "envs" / f"{env}.txt").read_text())
+
+
+def record_job(
+    study: str, machine: str, root: Path, jobs: dict[str, Job]
+) -> tuple[str, str, dict[str, Any], list[str]]:
+    """The record's job: its templates are ingredients too."""
+    templates = sorted((root / "templates").glob("*.j2"))
+    params = {"templates": {path.name: data_fingerprint(path) for path in templates}}
+    return "record", f"{study}@{machine}", params, list(jobs)
+
+
+def _dump(model: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    return model.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=set(without))
