@@ -8,6 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .files import read_json
+
+INGREDIENTS = "moescope/ingredients/1"
+
+
+def ingredients(folder: Path) -> dict[str, Any]:
+    """What a result's key is made of: {"stage", "subject", "key", "params", "upstream", "code"}."""
+    return read_json(folder / "ingredients.json", INGREDIENTS)
+
 
 @dataclass(frozen=True)
 class Task:

@@ -1,0 +1,15 @@
+"""The build stage: a runtime's pin is made ready, and what it consists of is written down."""
+
+from ..files import write_json
+from ..task import Task
+from . import environments
+
+
+def run(task: Task) -> None:
+    """Writes manifest.json (schema moescope/environment/1)."""
+    runtime = task.params["runtime"]
+    interpreter = environments.provide(runtime, task.work, task.root)
+    manifest = environments.describe(runtime, interpreter)
+    write_json(task.out / "manifest.json", manifest)
+    versions = ", ".join(f"{p} {manifest['packages'][p]}" for p in ("mlx", runtime["package"]))
+    task.say(f"{runtime['name']}: {versions}, Python {manifest['python']}")
