@@ -140,7 +140,9 @@ def _install(requirements: Path, folder: Path, work: Path) -> None:
          requirements],
     ):  # fmt: skip
         try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S)
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S
+            )
         except subprocess.TimeoutExpired:
             raise UserError(
                 f"uv did not finish within {INSTALL_LIMIT_S} s; is the package index reachable?",
@@ -171,7 +173,7 @@ def _variables(work: Path, cache: str) -> dict[str, str]:
 
 
 def _check(interpreter: Interpreter, expected: dict[str, Any], work: Path) -> None:
-    """Compare with the manifest; the hash is taken once, then size and time of the library vouch."""
+    """Compare with the manifest; the hash is taken once, then the library's size and time vouch."""
     seal = work / "cache" / f"checked-{expected['library']['sha256'][:16]}.json"
     found = inventory(interpreter)
     library = Path(found["library"] or "")

@@ -1,4 +1,4 @@
-"""Fingerprints of code: a hash of the syntax tree, so that a comment or a format change is no new key.
+"""Fingerprints of code: hashes of syntax trees, so that a comment or a format is no new key.
 
 A stage's code is its module and what that imports of moescope, directly or not, at the top or
 inside a function. Data files that a module reads count too: they are declared in the module as

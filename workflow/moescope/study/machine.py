@@ -4,6 +4,7 @@ Found once, when the study is read, and passed on to the jobs, so that every job
 every node of a cluster uses the same keys.
 """
 
+import os
 import platform
 import re
 import subprocess
@@ -17,10 +18,10 @@ def detect() -> Machine:
     memory = round(_memory_bytes() / 2**30)
     system = platform.system().lower()
     if system == "darwin":
-        return Machine(name=f"{_slug(_ask('sysctl', '-n', 'machdep.cpu.brand_string'))}-{memory}g",
-                       backend="metal")  # fmt: skip
-    gpus = [line.strip() for line in _ask(
-        "nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines() if line.strip()]  # fmt: skip
+        chip = _ask("sysctl", "-n", "machdep.cpu.brand_string")
+        return Machine(name=f"{_slug(chip)}-{memory}g", backend="metal")
+    names = _ask("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+    gpus = [name.strip() for name in names if name.strip()]
     if gpus:
         return Machine(name=f"{_slug(gpus[0])}-x{len(gpus)}", backend="cuda", gpu=gpus[0])
     return Machine(name=f"{_slug(_cpu())}-{_cores()}c-{memory}g", backend="cpu")
@@ -43,14 +44,10 @@ def _cpu() -> str:
 
 
 def _cores() -> int:
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory_bytes() -> int:
-    import os
-
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

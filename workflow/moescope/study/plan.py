@@ -80,7 +80,12 @@ class Job:
         return folder(self.stage, self.subject, self.key)
 
     def done(self, root: Path) -> bool:
-        return all((root / self.folder / name).is_file() for name in OUTPUTS[self.stage])
+        return all((root / path).is_file() for path in self.outputs)
+
+    @property
+    def outputs(self) -> list[str]:
+        """The files that make the result, relative to the repository."""
+        return [str(self.folder / name) for name in (*OUTPUTS[self.stage], "ingredients.json")]
 
 
 def folder(stage: str, subject: str, key: str) -> Path:
@@ -125,16 +130,15 @@ class Plan:
         (job,) = self.stage("record")
         return job
 
-    def needed(self, goal: str = "record") -> list[Job]:
-        """The stale jobs, in order: those whose result is not there."""
+    def stale(self) -> list[Job]:
+        """The jobs whose result is not there, in order."""
         return [job for job in self if not job.done(self.root)]
 
     def inputs(self, job: Job) -> list[str]:
-        """The upstream files that a job reads, relative to the repository."""
+        """The upstream results that a job reads, each by the file that is written last."""
         return [
-            str(folder(*name.split("/", 1), key) / file)
+            str(folder(*name.split("/", 1), key) / "ingredients.json")
             for name, key in job.upstream.items()
-            for file in OUTPUTS[name.split("/", 1)[0]]
         ]
 
     # One method a stage: what its result depends on.

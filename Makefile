@@ -1,0 +1,44 @@
+# make record   the embedded study, from nothing to a committed record
+# make test     lint and tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SMK := $(BIN)/snakemake
+
+.PHONY: record test lint format clean
+
+record: $(VENV)/record.stamp
+	$(SMK) --cores 1 record
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/snakefmt --check --compact-diff -l 100 Snakefile rules
+	$(BIN)/python tests/lint_workflow.py
+
+format: $(VENV)/test.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/snakefmt -l 100 Snakefile rules
+
+$(VENV)/record.stamp: requirements.txt
+	$(call venv,requirements.txt)
+	touch $@
+
+$(VENV)/test.stamp: requirements-dev.txt
+	$(call venv,requirements-dev.txt)
+	touch $@ $(VENV)/record.stamp
+
+define venv
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "moescope needs Python 3.11 or newer; give one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "the venv module is missing (Debian: apt install python3-venv)"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $(1)
+endef
+
+clean:
+	rm -rf $(VENV) work logs .snakemake

@@ -1,0 +1,49 @@
+# The plan says which jobs there are and what they read; a rule only asks it.
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(workflow.basedir) / "workflow"))
+
+from moescope.errors import UserError
+from moescope.study.plan import OUTPUTS
+from moescope.study.session import open_plan, pass_on
+
+os.environ["PYTHONPATH"] = str(Path(workflow.basedir) / "workflow")
+PYTHON = sys.executable
+
+
+def read_plan():
+    """The study of this run, planned; its complaints end the run before any job."""
+    files = workflow.configfiles or ["config.yaml"]
+    try:
+        plan = open_plan(dict(config), Path(files[-1]).name, Path.cwd())
+    except UserError as error:
+        sys.exit(f"moescope: {error}")
+    pass_on(plan)
+    return plan
+
+
+def result(stage):
+    """The files of a stage's result."""
+    base = "results/" + ("records" if stage == "record" else stage)
+    return [f"{base}/{{subject}}/{{key}}/{name}" for name in (*OUTPUTS[stage], "ingredients.json")]
+
+
+def upstream(stage):
+    """Input function: the results that a job reads. Their files' times mean nothing."""
+
+    def inputs(wildcards):
+        job = PLAN.job(stage, wildcards.subject)
+        if job.key != wildcards.key:
+            raise ValueError(f"{job.name}: {wildcards.key} is not the current key, {job.key} is")
+        return [ancient(path) for path in PLAN.inputs(job)]
+
+    return inputs
+
+
+def stage_command(stage):
+    return f"exec {PYTHON} -m moescope run {stage} {{wildcards.subject}} --key {{wildcards.key}} --log {{log}}"
+
+
+def tool_command(tool):
+    return f"exec {PYTHON} -m moescope {tool} 2> >(tee {{log}} >&2)"

@@ -1,0 +1,13 @@
+# Arms side by side, in interleaved rounds on a quiet host.
+rule measure:
+    input:
+        upstream("measure"),
+    output:
+        result("measure"),
+    log:
+        "logs/measure/{subject}.{key}.log",
+    priority: 10
+    resources:
+        gpu=1,
+    shell:
+        stage_command("measure")

@@ -1,0 +1,12 @@
+# First use, in a process of its own: compilation, caches. Discarded for timing.
+rule warmup:
+    input:
+        upstream("warmup"),
+    output:
+        result("warmup"),
+    log:
+        "logs/warmup/{subject}.{key}.log",
+    resources:
+        gpu=1,
+    shell:
+        stage_command("warmup")
