@@ -1,0 +1,1 @@
+"""From runs to verdicts: statistics, the decision rule, claims."""

@@ -1,0 +1,163 @@
+"""What a claim can speak of: the quantities, and how each is read from an analysis.
+
+The study's validator asks ``exists`` before any job starts; ``evaluate`` gives the figure.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .statistics import Figure
+
+Reader = Callable[[dict[str, Any], str, str], "Figure"]
+
+TERMS = (
+    "router",
+    "expert_gather",
+    "activation",
+    "combine",
+    "shared_expert",
+    "attention",
+    "norm",
+    "head",
+    "sampler",
+    "other",
+    "host_gap",
+)
+
+# Pattern -> what it is. <term>, <arm> and <intervention> stand for a name.
+PATTERNS = {
+    "share.<term>": "the term's share of the instrumented pass's wall time",
+    "lead.<term>": "that share less the largest other term's",
+    "saved.<intervention>": "1 - time per token of the intervention / of its base arm, by rounds",
+    "ratio.<arm>": "decode rate of the arm / of the reference, by rounds",
+    "prefill_ratio.<arm>": "prefill rate of the arm / of the reference, by rounds",
+    "expert_cost": "ms per token that one more routed expert costs (slope of the top_k sweep)",
+    "fixed_share": "share of the token that does not depend on top_k (intercept of the sweep)",
+    "operations.total": "primitives in the graph of one decoded token",
+    "operations.astype": "conversions of type among them",
+    "gpu_share.<term>": "the term's share of the GPU's busy time",
+    "gpu_lead.<term>": "that share less the largest other term's",
+    "busy": "share of the token's wall time in which the GPU is busy",
+    "launches": "kernels launched per token",
+    "ceiling_share.<term>": "rate at which the term reads its bytes / bandwidth measured here",
+}
+
+
+class NotMeasuredError(Exception):
+    """The analysis has no such figure; the message says why, for the record's readers."""
+
+
+def exists(name: str, arms: list[str], intervention_arms: list[str]) -> bool:
+    """Is this a quantity of a study with these arms?"""
+    allowed = {"term": list(TERMS), "arm": arms, "intervention": intervention_arms}
+    for pattern in PATTERNS:
+        head, _, kind = pattern.partition("<")
+        if not kind:
+            if name == pattern:
+                return True
+        elif name.startswith(head) and name.removeprefix(head) in allowed[kind[:-1]]:
+            return True
+    return False
+
+
+def evaluate(analysis: dict[str, Any], checkpoint: str, quantity: str, arm: str) -> "Figure":
+    """The figure of a quantity on a checkpoint; ``arm`` is whose terms, busy share and so on.
+
+    Raises NotMeasuredError with the reason, KeyError for a quantity that does not exist.
+    """
+    subject = analysis["checkpoints"][checkpoint]
+    head, _, name = quantity.partition(".")
+    return _READERS[head](subject, arm, name)
+
+
+def _arm(subject: dict[str, Any], arm: str) -> dict[str, Any]:
+    found = subject["arms"].get(arm)
+    if found is None:
+        raise NotMeasuredError(f"the arm {arm} is not measured on this checkpoint")
+    if found["void"]:
+        raise NotMeasuredError(f"the arm {arm} is void: {found['void']}")
+    return found
+
+
+def _terms(subject: dict[str, Any], arm: str, part: str, term: str) -> dict[str, Any]:
+    found = _arm(subject, arm)[part]
+    if found is None:
+        raise NotMeasuredError(
+            f"the arm {arm} has no instrumented pass"
+            if part == "scopes"
+            else f"the arm {arm} has no kernel trace"
+        )
+    if found["refused"]:
+        raise NotMeasuredError(f"attribution of {arm} refused: {found['refused']}")
+    if term not in found["terms"]:
+        raise NotMeasuredError(f"the term {term} does not occur in {arm}")
+    return found["terms"][term]
+
+
+def _of_scopes(key: str) -> Reader:
+    return lambda subject, arm, term: _terms(subject, arm, "scopes", term)[key]
+
+
+def _of_kernels(key: str) -> Reader:
+    return lambda subject, arm, term: _terms(subject, arm, "kernels", term)[key]
+
+
+def _of_trace(key: str) -> Reader:
+    def read(subject: dict[str, Any], arm: str, _: str) -> "Figure":
+        found = _arm(subject, arm)["kernels"]
+        if found is None or found[key] is None:
+            raise NotMeasuredError(f"the arm {arm} has no kernel trace")
+        return found[key]
+
+    return read
+
+
+def _against(key: str) -> Reader:
+    def read(subject: dict[str, Any], _: str, name: str) -> "Figure":
+        found = _arm(subject, name)["against"]
+        if found is None or found[key] is None:
+            raise NotMeasuredError(f"no paired rounds of {name}")
+        return found[key]
+
+    return read
+
+
+def _of_sweep(key: str) -> Reader:
+    def read(subject: dict[str, Any], arm: str, _: str) -> "Figure":
+        if subject["sweep"] is None:
+            raise NotMeasuredError("no top_k sweep on this checkpoint")
+        return subject["sweep"][key]
+
+    return read
+
+
+def _operations(subject: dict[str, Any], arm: str, name: str) -> "Figure":
+    found = _arm(subject, arm)["operations"]
+    if found is None or name not in found["counts"]:
+        raise NotMeasuredError(f"the arm {arm} has no exported decode graph")
+    return found["counts"][name]
+
+
+def _ceiling(subject: dict[str, Any], arm: str, term: str) -> "Figure":
+    found = _arm(subject, arm)["ceiling"]
+    if found is None or term not in found["terms"] or found["terms"][term]["share"] is None:
+        raise NotMeasuredError("no bandwidth was measured on this host")
+    return found["terms"][term]["share"]
+
+
+_READERS = {
+    "share": _of_scopes("share"),
+    "lead": _of_scopes("lead"),
+    "saved": _against("saved"),
+    "ratio": _against("decode"),
+    "prefill_ratio": _against("prefill"),
+    "expert_cost": _of_sweep("expert_cost"),
+    "fixed_share": _of_sweep("fixed_share"),
+    "operations": _operations,
+    "gpu_share": _of_kernels("share"),
+    "gpu_lead": _of_kernels("lead"),
+    "busy": _of_trace("busy"),
+    "launches": _of_trace("launches"),
+    "ceiling_share": _ceiling,
+}
