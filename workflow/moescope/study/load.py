@@ -51,8 +51,10 @@ def _line(item: dict[str, Any], where: str) -> str:
     kind = item["type"]
     if kind == "missing":
         return f"{where}: {key}: missing; it must be given"
-    if kind == "extra_forbidden":
-        return f"{where}: {key}: unknown key (value {stands}); remove it or mend its spelling"
+    if kind == "unknown_key":
+        return f"{where}: {key}: {item['msg']}"
+    if kind == "string_type":
+        return f"{where}: {key}: {stands} is not a text; put it in quotes"
     if kind == "string_pattern_mismatch":
         return f"{where}: {key}: {stands} is not allowed; {_pattern(item['ctx']['pattern'])}"
     if kind == "literal_error":

@@ -233,7 +233,8 @@ class Plan:
         self._add("analyse", study.study.name, params, list(self._jobs))
 
     def _record(self) -> None:
-        self._add(*record_job(self.study.study.name, self.machine.name, self.root, self._jobs))
+        subject = f"{self.study.study.name}@{self.machine.name}"
+        self._add("record", subject, record_params(self.root), list(self._jobs))
 
     def _add(
         self,
@@ -276,13 +277,10 @@ class Plan:
         return sha256_text((self.root / "envs" / f"{env}.txt").read_text())
 
 
-def record_job(
-    study: str, machine: str, root: Path, jobs: dict[str, Job]
-) -> tuple[str, str, dict[str, Any], list[str]]:
-    """The record's job: its templates are ingredients too."""
+def record_params(root: Path) -> dict[str, Any]:
+    """The record depends on its templates too."""
     templates = sorted((root / "templates").glob("*.j2"))
-    params = {"templates": {path.name: data_fingerprint(path) for path in templates}}
-    return "record", f"{study}@{machine}", params, list(jobs)
+    return {"templates": {path.name: data_fingerprint(path) for path in templates}}
 
 
 def _dump(model: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -7,7 +7,15 @@ what stands there and what is allowed.
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 SCHEMA = "moescope/study/1"
 
@@ -20,6 +28,20 @@ Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4"]
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            allowed = [field.alias or name for name, field in cls.model_fields.items()]
+            unknown = [str(key) for key in data if key not in allowed]
+            if unknown:
+                raise PydanticCustomError(
+                    "unknown_key",
+                    "unknown key {unknown}; allowed: {allowed}",
+                    {"unknown": ", ".join(unknown), "allowed": ", ".join(allowed)},
+                )
+        return data
 
 
 class About(Strict):
@@ -181,8 +203,6 @@ class Trace(Strict):
 
 
 class Condition(Strict):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
-
     quantity: str
     is_: Annotated[Literal[">", "<", ">=", "<="], Field(alias="is")]
     than: float

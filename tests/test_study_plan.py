@@ -1,0 +1,255 @@
+"""What is stale after which change: by the plan, and by Snakemake itself in a fresh clone."""
+
+import copy
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from moescope.files import write_json, write_text
+from moescope.study.explain import explain
+from moescope.study.load import load, read_yaml
+from moescope.study.plan import OUTPUTS, Plan
+from moescope.study.schema import Machine
+from moescope.task import INGREDIENTS
+
+MACHINE = Machine(name="a-test-machine", backend="cpu")
+
+
+def fill(plan: Plan, root: Path, seconds: float = 2.0) -> None:
+    """Put a result, though an empty one, where each job's would stand."""
+    for job in plan:
+        for name in OUTPUTS[job.stage]:
+            write_text(root / job.folder / name, "{}\n")
+        write_json(root / job.folder / "ingredients.json",
+                   {"schema": INGREDIENTS, "key": job.key, **job.ingredients})  # fmt: skip
+        write_json(root / job.folder / "cost.json", {"seconds": seconds, "peak_memory": 2**30})
+
+
+@pytest.fixture
+def repository(root, tmp_path):
+    """The parts of the repository that keys are made of, with results of the embedded study."""
+    for name in ("envs", "templates"):
+        shutil.copytree(root / name, tmp_path / name)
+    config = read_yaml(root / "config.yaml")
+    fill(plan(config, tmp_path), tmp_path)
+    return config, tmp_path
+
+
+def plan(config, root) -> Plan:
+    return Plan(load(config, "config.yaml", root), MACHINE, root)
+
+
+def stale(config, root) -> set[str]:
+    return {job.name for job in plan(config, root).stale()}
+
+
+def changed(config, *path, value):
+    config = copy.deepcopy(config)
+    place = config
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    return config
+
+
+LAST = {"analyse/embedded", f"record/embedded@{MACHINE.name}"}
+
+
+def test_nothing_is_stale_with_all_results(repository):
+    assert stale(*repository) == set()
+
+
+def test_the_order_of_keys_in_the_study_does_not_count(repository):
+    config, root = repository
+    turned = json.loads(json.dumps(config, sort_keys=True))
+    assert {k: turned[k] for k in reversed(turned)} == config
+    turned["shape"] = dict(reversed(config["shape"].items()))
+    assert stale(turned, root) == set()
+
+
+def test_a_pin_bump_of_one_arm(repository):
+    config, root = repository
+    lock = (root / "envs/mlx-lm-0.32.2.txt").read_text()
+    (root / "envs/mlx-lm-0.32.3.txt").write_text(lock.replace("mlx==0.32.4", "mlx==0.32.5"))
+    bumped = changed(config, "runtimes", "mlx-lm", "env", value="mlx-lm-0.32.3")
+    on = ("qwen3-moe", "qwen3-dense")
+    expected = {"build/mlx-lm"}
+    for stage in ("warmup", "trace"):
+        expected |= {f"{stage}/{checkpoint}.lm" for checkpoint in on}
+    for stage in ("measure", "parity"):
+        expected |= {f"{stage}/{checkpoint}" for checkpoint in on}
+    assert stale(bumped, root) == expected | LAST
+
+
+def test_a_new_revision_of_a_checkpoint(repository):
+    config, root = repository
+    moved = changed(config, "checkpoints", "qwen3-moe", "source", "seed", value=99)
+    expected = {f"{stage}/qwen3-moe" for stage in ("fetch", "inspect", "measure", "parity")}
+    expected |= {
+        f"{stage}/qwen3-moe.{arm}" for stage in ("warmup", "trace") for arm in ("vlm", "lm")
+    }
+    assert stale(moved, root) == expected | LAST
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "stages"),
+    [
+        (("study", "session"), 2, {"measure", "trace"}),
+        (("rounds", "count"), 7, {"measure"}),
+        (("trace", "passes"), 5, {"trace"}),
+        (("claims", 0, "all", 0, "than"), 0.1, set()),
+        (("shape", "generate"), 65, {"warmup", "measure", "trace", "parity"}),
+        (("limits", "parity"), {"decided_gap": 1.0}, {"parity"}),
+    ],
+)
+def test_a_parameter_concerns_its_stages(repository, path, value, stages):
+    config, root = repository
+    found = stale(changed(config, *path, value=value), root)
+    assert {name.split("/")[0] for name in found} == stages | {"analyse", "record"}
+    assert LAST <= found
+
+
+def test_a_template_concerns_the_record_alone(repository):
+    config, root = repository
+    with open(root / "templates" / "record.md.j2", "a") as file:
+        file.write("\nmore\n")
+    assert stale(config, root) == {f"record/embedded@{MACHINE.name}"}
+
+
+def test_another_machine_measures_again_but_fetches_nothing(repository):
+    config, root = repository
+    other = Plan(load(config, "c", root), Machine(name="another", backend="cpu"), root)
+    stages = {job.stage for job in other.stale()}
+    assert stages == {"build", "warmup", "measure", "trace", "parity", "analyse", "record"}
+
+
+def test_going_back_finds_the_old_results(repository):
+    config, root = repository
+    moved = changed(config, "rounds", "count", value=9)
+    fill(plan(moved, root), root)
+    assert stale(moved, root) == set()
+    assert stale(config, root) == set()
+
+
+def test_explain_names_what_changed_and_the_cost(repository):
+    config, root = repository
+    moved = changed(config, "rounds", "count", value=9)
+    text = explain(plan(moved, root))
+    assert "rounds.count: 5 -> 9" in text
+    assert "measure/qwen3-moe" in text and "trace/" not in text
+    assert "reads measure/qwen3-moe, which is stale too: " in text
+    # five measurements, the analysis and the record, two seconds each in the earlier run
+    assert "about 14 s; at most 1.0 GiB" in text
+
+
+def test_explain_says_nothing_to_do(repository):
+    assert "nothing to do" in explain(plan(*repository))
+
+
+def test_explain_counts_the_bytes_to_fetch(repository):
+    config, root = repository
+    job = plan(config, root).job("fetch", "qwen3-moe")
+    write_json(root / job.folder / "manifest.json", {"bytes": 123_000_000})
+    moved = changed(config, "checkpoints", "qwen3-moe", "source", "seed", value=99)
+    assert "make qwen3-moe: 0.12 GB" in explain(plan(moved, root))
+
+
+def test_a_result_without_its_ingredients_is_stale(repository):
+    config, root = repository
+    job = plan(config, root).job("inspect", "qwen3-moe")
+    (root / job.folder / "ingredients.json").unlink()
+    assert stale(config, root) == {"inspect/qwen3-moe"}
+
+
+# Snakemake agrees with the plan, in a clone whose file times say nothing.
+
+
+@pytest.fixture(scope="module")
+def clone(root, tmp_path_factory):
+    """A clone of the repository as it stands, with a result for each job of the study."""
+    folder = tmp_path_factory.mktemp("clone") / "moescope"
+    files = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=root, capture_output=True, text=True, check=True, timeout=60,
+    ).stdout.split("\0")  # fmt: skip
+    for name in files:
+        if name and (root / name).is_file() and not name.startswith("results/"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / name, folder / name)
+    text = (folder / "config.yaml").read_text()
+    machine = "machine: {name: a-test-machine, backend: cpu}\n"
+    (folder / "config.yaml").write_text(text.replace("\nstudy:", f"\n{machine}\nstudy:", 1))
+    fill(plan(read_yaml(folder / "config.yaml"), folder), folder)
+    return folder
+
+
+def dry_run(folder: Path, *more: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MOESCOPE"))}
+    return subprocess.run(
+        [sys.executable, "-m", "snakemake", "-n", "record", *more],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def planned(result) -> set[str]:
+    """ "stage/subject" of the jobs that a dry run lists (the target itself left out)."""
+    assert result.returncode == 0, result.stdout + result.stderr
+    jobs, rule = set(), None
+    for line in (result.stdout + result.stderr).splitlines():
+        line = line.strip()
+        if line.startswith(("rule ", "localrule ")):
+            rule = line.split()[1].rstrip(":").replace("render", "record")
+        elif line.startswith("wildcards:"):
+            jobs.add(f"{rule}/{line.split('subject=')[1].split(',')[0]}")
+    return jobs
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_clone_with_results_has_nothing_to_do_whatever_the_times(clone, seed):
+    files = [path for path in clone.rglob("*") if path.is_file()]
+    random.Random(seed).shuffle(files)
+    for age, path in enumerate(files):
+        os.utime(path, (1_700_000_000 + 60 * age,) * 2)
+    result = dry_run(clone)
+    assert "Nothing to be done" in result.stdout + result.stderr
+
+
+def test_a_comment_in_the_code_is_nothing_to_do(clone):
+    path = clone / "workflow/moescope/measure/stage.py"
+    text = path.read_text()
+    path.write_text(f"# a comment\n{text}")
+    try:
+        result = dry_run(clone)
+    finally:
+        path.write_text(text)
+    assert "Nothing to be done" in result.stdout + result.stderr
+
+
+def test_changed_code_concerns_its_stage(clone):
+    path = clone / "workflow/moescope/measure/stage.py"
+    text = path.read_text()
+    path.write_text(f"{text}\n_ANOTHER = 1\n")
+    try:
+        found = planned(dry_run(clone))
+    finally:
+        path.write_text(text)
+    assert {name.split("/")[0] for name in found} == {"measure", "analyse", "record"}
+
+
+def test_snakemake_lists_exactly_the_stale_jobs(clone):
+    found = planned(dry_run(clone, "--config", "rounds={'count': 6}"))
+    config = read_yaml(clone / "config.yaml")
+    config["rounds"]["count"] = 6
+    assert found == stale(config, clone) != set()
+
+
+def test_a_bad_study_ends_before_any_job(clone):
+    result = dry_run(clone, "--config", "rounds={'count': 1}")
+    assert result.returncode != 0
+    assert "rounds.count: 1: " in result.stdout + result.stderr
+    assert "Traceback" not in result.stdout + result.stderr

@@ -1,0 +1,124 @@
+"""A bad study ends with one line: the key, what stands there, what is allowed."""
+
+import copy
+
+import pytest
+from moescope.errors import UserError
+from moescope.study.load import load, read_yaml
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def config(root):
+    return copy.deepcopy(read_yaml(root / "config.yaml"))
+
+
+def complaint(config, root) -> str:
+    with pytest.raises(UserError) as error:
+        load(config, "config.yaml", root)
+    return str(error.value)
+
+
+def hub(revision):
+    return {"role": "subject", "source": {"kind": "hub", "repo": "a/b", "revision": revision}}
+
+
+def test_the_embedded_study_is_valid(config, root):
+    study = load(config, "config.yaml", root)
+    assert study.reference == "vlm"
+    assert "lm" not in study.arms_on("deepseek-v4")
+    assert "lm" in study.arms_on("qwen3-moe")
+
+
+def test_a_pinned_revision_is_accepted(config, root):
+    config["checkpoints"]["deepseek-v4"] = hub(REVISION)
+    assert load(config, "config.yaml", root).checkpoints["deepseek-v4"].source.kind == "hub"
+
+
+@pytest.mark.parametrize("revision", ["main", REVISION[:39], REVISION.upper(), REVISION + "0"])
+def test_a_revision_is_forty_hex_digits(config, root, revision):
+    config["checkpoints"]["deepseek-v4"] = hub(revision)
+    text = complaint(config, root)
+    assert text.startswith("config.yaml: checkpoints.deepseek-v4.source.revision: ")
+    assert revision in text and "40 hex digits" in text
+
+
+def test_digits_that_yaml_reads_as_a_number_need_quotes(config, root):
+    config["checkpoints"]["deepseek-v4"] = hub(1234567890)
+    assert "put it in quotes" in complaint(config, root)
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [((), "shap"), (("shape",), "promt"), (("arms", "lm"), "rolle"), (("guard",), "idle")],
+)
+def test_an_unknown_key_is_named_with_what_is_allowed(config, root, path, key):
+    place = config
+    for name in path:
+        place = place[name]
+    place[key] = 1
+    text = complaint(config, root)
+    assert f"unknown key {key}" in text and "allowed: " in text
+    assert ".".join(path) in text
+
+
+def test_an_arm_without_its_runtime(config, root):
+    config["arms"]["lm"]["runtime"] = "mlx-ml"
+    text = complaint(config, root)
+    assert "arms.lm.runtime: 'mlx-ml'" in text and "mlx-vlm, mlx-lm" in text
+
+
+def test_two_references(config, root):
+    config["arms"]["lm"] = {"runtime": "mlx-lm", "role": "reference"}
+    assert "exactly one arm has the role reference; found vlm, lm" in complaint(config, root)
+
+
+def test_no_null_arm(config, root):
+    del config["arms"]["vlm-null"]
+    assert "exactly one arm has the role null" in complaint(config, root)
+
+
+def test_a_null_arm_that_is_not_the_reference(config, root):
+    config["arms"]["vlm-null"]["env"] = {"MLX_DISABLE_COMPILE": "1"}
+    assert "arms.vlm-null: the null arm must have" in complaint(config, root)
+
+
+def test_an_unquoted_null_is_the_null_role(config, root):
+    config["arms"]["vlm-null"]["role"] = None
+    assert load(config, "config.yaml", root).role("null") == ["vlm-null"]
+
+
+def test_a_claim_over_a_quantity_that_does_not_exist(config, root):
+    config["claims"][0]["all"][0]["quantity"] = "share.gather"
+    text = complaint(config, root)
+    assert "'share.gather' is no quantity; allowed: " in text and "gather-dominates" in text
+
+
+def test_a_claim_over_an_arm_that_does_not_exist(config, root):
+    config["claims"][0]["all"][1]["quantity"] = "saved.skip-everything"
+    assert "'saved.skip-everything' is no quantity" in complaint(config, root)
+
+
+def test_a_claim_on_a_checkpoint_that_does_not_exist(config, root):
+    config["claims"][0]["checkpoints"] = ["deepseek-v5"]
+    assert "'deepseek-v5' is no checkpoint" in complaint(config, root)
+
+
+def test_an_environment_without_its_lock_file(config, root):
+    config["runtimes"]["mlx-lm"]["env"] = "mlx-lm-9.9.9"
+    text = complaint(config, root)
+    assert "no file envs/mlx-lm-9.9.9.txt; allowed: " in text and "mlx-lm-0.32.2" in text
+
+
+def test_all_that_is_wrong_is_said_at_once(config, root):
+    config["shape"]["prompt"] = "many"
+    config["rounds"]["count"] = 1
+    text = complaint(config, root)
+    assert "shape.prompt" in text and "rounds.count" in text
+
+
+def test_a_study_that_is_no_yaml(tmp_path):
+    (tmp_path / "s.yaml").write_text("study: [")
+    with pytest.raises(UserError, match=r"s\.yaml: not YAML"):
+        read_yaml(tmp_path / "s.yaml")
