@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moescope.study import fingerprint
 from moescope.study.fingerprint import fingerprints, tree_text
 

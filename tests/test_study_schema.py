@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+
 from moescope.errors import UserError
 from moescope.study.load import load, read_yaml
 
