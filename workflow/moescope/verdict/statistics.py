@@ -4,6 +4,7 @@ A Figure is a number with its range and its source, as a dict:
 {"value", "min", "max", "n", "unit", "files": [path in the repository], "runs": [run ids]}.
 """
 
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -73,5 +74,5 @@ def fit_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
 
 def monotone(values: Sequence[float]) -> bool:
     """Does each value exceed the one before it, or each fall below it?"""
-    steps = [after - before for before, after in zip(values, values[1:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(values)]
     return bool(steps) and (all(step > 0 for step in steps) or all(step < 0 for step in steps))

@@ -1,0 +1,249 @@
+"""The analyse stage: from committed results to figures, decisions and verdicts. Needs no GPU.
+
+``analysis.json`` holds, for each checkpoint and arm, every figure that the record prints, with the
+files and runs behind it. It depends on the upstream files alone: no clock, no host, no order of
+a set.
+"""
+
+from typing import Any
+
+from ..errors import UserError
+from ..task import Task, ingredients
+from . import arms as of_arms
+from . import attribution, claims, compact, missing, rule
+from .ceiling import bandwidth, ceiling
+from .results import Found, Results
+from .statistics import Figure, figure
+
+SCHEMA = "moescope/analysis/1"
+
+
+def run(task: Task) -> None:
+    """Write analysis.json.
+
+    Raises UserError if no checkpoint has a valid run, or if a runs.jsonl is not what its trailer
+    says.
+    """
+    analysis = analyse(Results(task), task.params)
+    compact.write(task.out / "analysis.json", analysis)
+    verdicts = ", ".join(f"{claim['name']}: {claim['verdict']}" for claim in analysis["claims"])
+    task.say(f"analysed {len(analysis['checkpoints'])} checkpoints; {verdicts or 'no claims'}")
+
+
+def analyse(results: Results, params: dict[str, Any]) -> dict[str, Any]:
+    (reference,) = (name for name, arm in params["arms"].items() if arm["role"] == "reference")
+    checkpoints = {
+        name: Checkpoint(results, params, name).analysed() for name in params["checkpoints"]
+    }
+    if not any(entry["runs"]["valid"] for entry in checkpoints.values()):
+        raise UserError(
+            "no checkpoint has a valid run, so there is nothing to report; see the reasons in "
+            "results/measure/*/*/runs.jsonl and measure again",
+            where=f"analyse/{params['study']['name']}",
+        )
+    analysis = {
+        "schema": SCHEMA,
+        "study": params["study"],
+        "machine": params["machine"],
+        "shape": params["shape"],
+        "rounds": params["rounds"],
+        "limits": params["limits"],
+        "rule": rule.IN_WORDS,
+        "reference": reference,
+        "checkpoints": checkpoints,
+        "comparability": missing.comparability(checkpoints),
+    }
+    analysis["claims"] = claims.judge(params["claims"], analysis)
+    analysis["not_measured"] = missing.not_measured(analysis, params)
+    return analysis
+
+
+class Checkpoint:
+    """One checkpoint's part of the analysis."""
+
+    def __init__(self, results: Results, params: dict[str, Any], name: str):
+        self.results, self.params, self.name = results, params, name
+        self.arms: dict[str, Any] = params["arms"]
+        runs = results.runs(name)
+        self.runs = runs if runs is not None else Found([], "")
+        self.parity = results.json("parity", name, "parity.json", "moescope/parity/1")
+        self.architecture = results.json(
+            "inspect", name, "architecture.json", "moescope/architecture/1"
+        )
+        self.host = results.json("measure", name, "environment.json", "moescope/host/1")
+        self.void = {arm: self._void(arm) for arm in self.arms}
+
+    def analysed(self) -> dict[str, Any]:
+        facts = self.architecture.value if self.architecture else {}
+        null = self._null()
+        measured = {arm: self._arm(arm, null) for arm in self.arms}
+        reference = self._reference()
+        return {
+            "role": self.params["checkpoints"][self.name]["role"],
+            "synthetic": self.params["checkpoints"][self.name]["kind"] == "synthetic",
+            "dense": bool(facts.get("dense", False)),
+            "family": facts.get("family"),
+            "model_type": facts.get("model_type"),
+            "recipe": (facts.get("quantization") or {}).get("recipe"),
+            "compare": facts.get("compare"),
+            "runs": self._counts(),
+            "rejected": [
+                {"run": run["id"], "arm": run["arm"], "why": run["why"]}
+                for run in self.runs.value
+                if not run["valid"]
+            ],
+            "noise": of_arms.noise(null) if null and null.pairs else None,
+            "drift": of_arms.session_drift(self._valid(reference), self.runs.file),
+            "arms": measured,
+            "sweep": self._sweep(),
+            "bandwidth": bandwidth(self.host, self._trace(reference)),
+        }
+
+    def _reference(self) -> str:
+        (name,) = (name for name, arm in self.arms.items() if arm["role"] == "reference")
+        return name
+
+    def _valid(self, arm: str) -> list[of_arms.Run]:
+        return of_arms.valid_runs(self.runs, arm)
+
+    def _trace(self, arm: str) -> Found | None:
+        return self.results.json("trace", f"{self.name}.{arm}", "trace.json", "moescope/trace/1")
+
+    def _void(self, arm: str) -> str | None:
+        parity = self.parity.value["arms"].get(arm) if self.parity else None
+        trace = self._trace(arm)
+        return of_arms.void(self._valid(arm), self.params["shape"], parity, trace and trace.value)
+
+    def _null(self) -> of_arms.Pairs | None:
+        """The null arm beside the reference; None if either is void."""
+        for arm, entry in self.arms.items():
+            if entry["role"] == "null" and not (self.void[arm] or self.void[self._reference()]):
+                return self._pairs(arm, self._reference())
+        return None
+
+    def _pairs(self, arm: str, base: str) -> of_arms.Pairs:
+        return of_arms.Pairs(self._valid(arm), self._valid(base), self.runs.file)
+
+    def _arm(self, name: str, null: of_arms.Pairs | None) -> dict[str, Any]:
+        arm, runs = self.arms[name], self._valid(name)
+        found: dict[str, Any] = {
+            "role": arm["role"],
+            "runtime": arm["runtime"],
+            "env": arm.get("env", {}),
+            "patches": arm.get("patches", []),
+            "absent": self._absent(name),
+            "void": self.void[name],
+        }
+        if runs:
+            found |= of_arms.rates(runs, self.runs.file)
+        else:
+            found |= dict.fromkeys(of_arms.RATES)
+        hashes = {run["tokens_sha256"] for run in runs}
+        found["same_tokens_every_round"] = len(hashes) == 1 if runs else None
+        found["against"] = self._against(name, null)
+        found |= self._traced(name)
+        parts = found["kernels"] or found["scopes"]
+        usable = parts["terms"] if parts and not parts["refused"] and not found["void"] else None
+        found["ceiling"] = (
+            None
+            if found["void"] or arm["patches"]
+            else ceiling(
+                self.architecture,
+                found["token_ms"],
+                usable,
+                bandwidth(self.host, self._trace(name)),
+            )
+        )
+        found["cold"] = self._cold(name)
+        return found
+
+    def _absent(self, name: str) -> str | None:
+        """Why an arm has no valid run here, or None."""
+        arm = self.arms[name]
+        if self.name not in arm.get("checkpoints", [self.name]):
+            families = (self.architecture.value if self.architecture else {}).get(
+                "package_families", {}
+            )
+            package = self._package(arm["runtime"])
+            if package in families and not families[package]:
+                return f"{package} has no family for it"
+            return "the study does not measure it there"
+        if self._valid(name):
+            return None
+        reasons = [run["why"] for run in self.runs.value if run["arm"] == name]
+        return f"no valid run: {reasons[-1]}" if reasons else "no run of it is recorded"
+
+    def _package(self, runtime: str) -> str | None:
+        folder = self.results.upstream.get(f"build/{runtime}")
+        if folder is None:
+            return None
+        return ingredients(folder)["params"]["runtime"].get("package")
+
+    def _against(self, name: str, null: of_arms.Pairs | None) -> dict[str, Any] | None:
+        """Paired ratios to the base arm; None for the reference and where either is void."""
+        base = of_arms.base_arm(self.arms, name)
+        if name == base or self.void[name] or self.void[base]:
+            return None
+        pairs = self._pairs(name, base)
+        return of_arms.against(base, pairs, null) if pairs.pairs else None
+
+    def _traced(self, name: str) -> dict[str, Any]:
+        subject = f"{self.name}.{name}"
+        limits = self.params["limits"]
+        scopes = self.results.json("trace", subject, "scopes.json", "moescope/scopes/1")
+        operations = self.results.table("trace", subject, "operations.csv")
+        kernels = self.results.table("trace", subject, "kernels.csv")
+        terms = self.results.json("trace", subject, "terms.json", "moescope/terms/1")
+        trace = self._trace(name)
+        return {
+            "scopes": attribution.scopes(scopes, limits["conservation"]) if scopes else None,
+            "kernels": attribution.kernels(kernels, terms, limits)
+            if kernels and kernels.value
+            else None,
+            "operations": attribution.operations(operations, trace)
+            if operations and operations.value
+            else None,
+            "trace_not_measured": list((trace.value if trace else {}).get("not_measured", [])),
+        }
+
+    def _cold(self, name: str) -> dict[str, Figure] | None:
+        found = self.results.json(
+            "warmup", f"{self.name}.{name}", "warmup.json", "moescope/warmup/1"
+        )
+        if found is None:
+            return None
+        return {
+            "load": figure([found.value["load_s"]], "s", [found.file]),
+            "first_use": figure([found.value["first_use_s"]], "s", [found.file]),
+        }
+
+    def _sweep(self) -> dict[str, Any] | None:
+        """The reference's top_k sweep: its own token and its interventions with one top_k."""
+        reference = self._reference()
+        if self.architecture is None or self.void[reference] or not self._valid(reference):
+            return None
+        whole = self.architecture.value.get("top_k")
+        points = {whole: (reference, self._valid(reference))} if whole else {}
+        for name, arm in self.arms.items():
+            patches = arm.get("patches", [])
+            if (
+                arm["role"] == "intervention"
+                and arm["runtime"] == self.arms[reference]["runtime"]
+                and arm.get("env", {}) == self.arms[reference].get("env", {})
+                and len(patches) == 1
+                and patches[0].startswith("top_k=")
+                and not self.void[name]
+                and self._valid(name)
+            ):
+                points.setdefault(int(patches[0].removeprefix("top_k=")), (name, self._valid(name)))
+        return attribution.sweep(points, self._valid(reference), self.runs.file)
+
+    def _counts(self) -> dict[str, Any]:
+        rows, file = self.runs.value, self.runs.file
+        if not rows:
+            return {"valid": None, "rejected": None}
+        valid = [run["id"] for run in rows if run["valid"]]
+        return {
+            "valid": figure([len(valid)], "runs", [file], valid) if valid else None,
+            "rejected": figure([len(rows) - len(valid)], "runs", [file]),
+        }

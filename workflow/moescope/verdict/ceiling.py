@@ -1,0 +1,62 @@
+"""How fast a token's bytes are read, and how near that comes to what the host's memory can do."""
+
+from typing import Any
+
+from .results import Found
+from .statistics import Figure, adopt, figure, rounded
+
+
+def bandwidth(*sources: Found | None) -> Figure | None:
+    """Bytes per second of the read measured on this host: {"bandwidth": {"read": ...}} of the
+    first source (environment.json, trace.json) that has it."""
+    for source in sources:
+        if source is not None:
+            measured = source.value.get("bandwidth") or {}
+            read = adopt(measured.get("read"), "bytes/s", [source.file])
+            if read is not None:
+                return read
+    return None
+
+
+def ceiling(
+    architecture: Found | None,
+    token_ms: Figure | None,
+    parts: dict[str, Any] | None,
+    read: Figure | None,
+) -> dict[str, Any] | None:
+    """Achieved bytes per second of the whole token and of each term that reads weights.
+
+    architecture: architecture.json with "bytes.per_token". token_ms: the arm's time per token.
+    parts: terms of its kernel trace or, without one, of its scopes. read: see bandwidth().
+    """
+    if architecture is None or token_ms is None:
+        return None
+    per_token = architecture.value["bytes"]["per_token"]
+    whole = _rate(per_token["total"], token_ms, architecture.file, read)
+    terms = {
+        term: _rate(per_token[term], part["ms"], architecture.file, read)
+        for term, part in (parts or {}).items()
+        if per_token.get(term) and part["ms"]["min"] > 0
+    }
+    return {"bandwidth": read, "whole": whole, "terms": terms}
+
+
+def _rate(size: int, ms: Figure, file: str, read: Figure | None) -> dict[str, Figure | None]:
+    def over(value: float) -> float:
+        return size / value * 1e3
+
+    achieved = figure([over(ms["value"])], "bytes/s", [file, *ms["files"]], ms["runs"])
+    achieved |= {"min": rounded(over(ms["max"])), "max": rounded(over(ms["min"])), "n": ms["n"]}
+    share = None
+    if read is not None:
+        share = achieved | {"unit": "share", "files": [*achieved["files"], *read["files"]]}
+        share |= {
+            "value": rounded(achieved["value"] / read["value"]),
+            "min": rounded(achieved["min"] / read["max"]),
+            "max": rounded(achieved["max"] / read["min"]),
+        }
+    return {
+        "bytes": figure([size], "bytes/token", [file]),
+        "achieved": achieved,
+        "share": share,
+    }

@@ -1,0 +1,77 @@
+"""Claims to verdicts: each condition on each checkpoint, and the measurement that settles it."""
+
+from typing import Any
+
+from . import rule
+from .quantities import PATTERNS, NotMeasuredError, evaluate
+
+
+def judge(claims: list[dict[str, Any]], analysis: dict[str, Any]) -> list[dict[str, Any]]:
+    """The study's claims with their verdicts.
+
+    A claim without ``checkpoints`` speaks of every MoE subject. On a checkpoint it is supported
+    if all its conditions hold, refuted if all fail, else unresolved; over several checkpoints it
+    has the verdict on which they agree, else it is unresolved.
+    """
+    return [_judge(claim, analysis) for claim in claims]
+
+
+def _judge(claim: dict[str, Any], analysis: dict[str, Any]) -> dict[str, Any]:
+    names = claim.get("checkpoints") or [
+        name
+        for name, checkpoint in analysis["checkpoints"].items()
+        if checkpoint["role"] == "subject" and not checkpoint["dense"]
+    ]
+    arm = claim.get("arm") or analysis["reference"]
+    found = {name: _on(claim, analysis, name, arm) for name in names}
+    return {
+        "name": claim["name"],
+        "says": claim["says"],
+        "of": claim["of"],
+        "arm": arm,
+        "verdict": rule.combine([entry["verdict"] for entry in found.values()]),
+        "checkpoints": found,
+    }
+
+
+def _on(
+    claim: dict[str, Any], analysis: dict[str, Any], checkpoint: str, arm: str
+) -> dict[str, Any]:
+    conditions = [_condition(entry, analysis, checkpoint, arm) for entry in claim["all"]]
+    verdict = rule.settle([entry["state"] for entry in conditions])
+    wanted = {"supported": "holds", "refuted": "fails"}.get(verdict)
+    return {
+        "verdict": verdict,
+        "conditions": conditions,
+        # A verdict is settled by the conditions that agree with it; an unresolved one by none.
+        "settled_by": [entry["quantity"] for entry in conditions if entry["state"] == wanted],
+    }
+
+
+def _condition(
+    entry: dict[str, Any], analysis: dict[str, Any], checkpoint: str, arm: str
+) -> dict[str, Any]:
+    found = {"quantity": entry["quantity"], "means": meaning(entry["quantity"])}
+    found |= {"is": entry["is"], "than": entry["than"]}
+    try:
+        figure = evaluate(analysis, checkpoint, entry["quantity"], arm)
+    except NotMeasuredError as error:
+        return {**found, "figure": None, "state": "unclear", "why": f"not measured: {error}"}
+    state = rule.condition(figure["min"], figure["max"], entry["is"], entry["than"])
+    why = {
+        "holds": "the whole range satisfies it",
+        "fails": "the whole range violates it",
+        "unclear": "the range contains the bound",
+    }[state]
+    return {**found, "figure": figure, "state": state, "why": why}
+
+
+def meaning(quantity: str) -> str:
+    """What a quantity is, in words."""
+    head, _, name = quantity.partition(".")
+    for pattern, text in PATTERNS.items():
+        if pattern == quantity:
+            return text
+        if name and pattern.startswith(f"{head}.<"):
+            return f"{name}: {text}"
+    return quantity
