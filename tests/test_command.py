@@ -1,0 +1,337 @@
+"""Commands as workers: command lines, outputs, denominators, failures, and a real tool beside the
+in-process arm of the same runtime.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import toy_runtime as toy
+from moescope.errors import UserError
+from moescope.runtimes import binary, command, expression, output, process, spec
+from moescope.runtimes.client import WorkerDied, WorkerError
+
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("git") and shutil.which("make") and shutil.which("cc")),
+    reason="needs git, make and a C compiler",
+)
+
+
+@pytest.fixture(scope="module")
+def tool(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy")
+    commit = toy.write(folder / "toy")
+    return binary.provide(toy.runtime(folder / "toy", commit), folder / "work", folder)
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
+    return folder
+
+
+def ask(worker, tokens=9, prompt=(1, 2, 3, 4), limit=20.0):
+    return worker.ask("decode", limit, prompt=list(prompt), tokens=tokens, patches=[])
+
+
+@needs_compiler
+def test_a_decode_counts_forwards_not_tokens(tool, model, tmp_path):
+    with command.CommandWorker(tool, tmp_path / "log.txt", {"TOY_MS": "10"}) as worker:
+        loaded = worker.ask("load", 10, package=None, path=str(model))
+        found = ask(worker, tokens=9)
+    assert (loaded["model_type"], loaded["parameters_bytes"]) == ("qwen3_moe", 100)
+    assert (found["prompt_tokens"], found["generated_tokens"], found["forwards"]) == (4, 9, 8)
+    per_forward = found["decode_s"] / found["forwards"]
+    assert 0.010 <= per_forward < 0.02
+    # The tool's own rate counts the prefill's token too: by 9/8 higher.
+    ratio = found["tool_rate"] / (found["forwards"] / found["decode_s"])
+    assert ratio == pytest.approx(9 / 8, rel=1e-3)
+    assert found["load_s"] == 0.01 and found["peak_memory"] == 750_000_000
+    assert found["tokens"] == [7, 8, 9, 7, 8, 9, 7, 8, 9]
+    assert found["tokens_sha256"] and found["token_s"] == []
+    assert found["binary_sha256"] == tool.sha256
+    assert found["same_prompt"] is False
+    assert worker.ready["library_sha256"] == tool.sha256
+    assert worker.ready["versions"]["mlx"] == toy.PIN
+    assert "[Profile Results]" in (tmp_path / "log.txt").read_text()
+
+
+@needs_compiler
+def test_the_arms_variables_reach_the_tool_and_the_callers_do_not(tool, model, monkeypatch):
+    monkeypatch.setenv("MLX_INHERITED", "yes")
+    for settings, path in (({}, "gather"), ({"TOY_FUSED": "1"}, "fused")):
+        with command.CommandWorker(tool, settings=settings) as worker:
+            worker.ask("load", 10, path=str(model))
+            assert ask(worker)["paths"] == [f"[toy arch] path: {path}; inherited: nothing"]
+    with command.CommandWorker(tool, settings={"MLX_INHERITED": "arm"}) as worker:
+        worker.ask("load", 10, path=str(model))
+        assert ask(worker)["paths"][0].endswith("inherited: arm")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("settings", "limit", "kind"),
+    [
+        ({"TOY_CRASH": "1"}, 20, "crash"),
+        ({"TOY_MEMORY": "1"}, 20, "out_of_memory"),
+        ({"TOY_SLEEP": "1"}, 0.3, "timeout"),
+    ],
+)
+def test_bad_ends_have_their_kind_and_leave_no_process(tool, model, settings, limit, kind):
+    with command.CommandWorker(tool, settings=settings) as worker:
+        worker.ask("load", 10, path=str(model))
+        with pytest.raises(WorkerDied) as error:
+            ask(worker, limit=limit)
+        assert error.value.kind == kind
+        assert worker.pid is None
+        assert str(model) not in error.value.message
+
+
+@needs_compiler
+def test_what_a_command_cannot_do_is_not_applicable(tool, model):
+    with command.CommandWorker(tool) as worker:
+        with pytest.raises(WorkerError, match="decode before load"):
+            ask(worker)
+        worker.ask("load", 10, path=str(model))
+        for do in ("scopes", "forced", "layout"):
+            with pytest.raises(WorkerError, match=f"a command has no {do}") as error:
+                worker.ask(do, 10)
+            assert error.value.kind == "not_applicable"
+        with pytest.raises(WorkerError, match="skip_experts: a command cannot be patched"):
+            worker.ask("decode", 10, prompt=[1], tokens=4, patches=["skip_experts"])
+        with pytest.raises(WorkerError, match="no instrument graph"):
+            worker.ask("graph", 10, prompt=[1, 2], patches=[])
+    with pytest.raises(WorkerDied, match="has ended"):
+        ask(worker)
+
+
+@needs_compiler
+def test_a_run_can_be_watched_between_sending_and_receiving(tool, model):
+    with command.CommandWorker(tool, settings={"TOY_MS": "20"}) as worker:
+        worker.ask("load", 10, path=str(model))
+        deadline = time.monotonic() + 20
+        worker.send("decode", deadline=deadline, prompt=[1], tokens=11, patches=[])
+        assert Path(f"/proc/{worker.pid}").exists() or sys.platform != "linux"
+        assert worker.receive("decode", deadline=deadline)["forwards"] == 10
+
+
+@needs_compiler
+def test_leaving_kills_what_runs(tool, model):
+    with command.CommandWorker(tool, settings={"TOY_SLEEP": "1"}) as worker:
+        worker.ask("load", 10, path=str(model))
+        worker.send("decode", deadline=time.monotonic() + 60, prompt=[1], tokens=4, patches=[])
+        pid = worker.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_several_runs_in_one_process_only_where_the_preset_can(fake):
+    tool, folder = fake
+    with command.CommandWorker(tool, batch=3) as worker:
+        worker.ask("load", 10, path=str(folder))
+        first, second, third, fourth = (ask(worker, tokens=5) for _ in range(4))
+    assert [r["position_in_process"] for r in (first, second, third, fourth)] == [0, 1, 2, 0]
+    assert first["process_s"] == third["process_s"] != fourth["process_s"]
+    assert first["counted"] == []
+    one = binary.Tool(tool.words, tool.env, tool.manifest, {**tool.invoke, "runs": "one"})
+    with pytest.raises(UserError, match="the preset fake measures one"):
+        command.CommandWorker(one, batch=2)
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """The mlx_lm.benchmark preset with a script in its place: it prints, and writes a graph."""
+    script = tmp_path / "tool.py"
+    script.write_text(
+        "import os, sys\n"
+        "a = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+        "p, g, n = a['--prompt-tokens'], a['--generation-tokens'], int(a['--num-trials'])\n"
+        "print(f'Timing with prompt_tokens={p}, generation_tokens={g}, batch_size=1.')\n"
+        "for i in range(n):\n"
+        "    print(f'Trial {i + 1}:  prompt_tps=400.000, generation_tps=50.000, '\n"
+        "          'peak_memory=1.500, total_time=0.1')\n"
+        "print('Averages: prompt_tps=400.000, generation_tps=50.000, peak_memory=1.500')\n"
+        "if 'DOT' in os.environ:\n"
+        "    open(os.environ['DOT'], 'w').write(open(os.environ['FROM']).read())\n"
+    )
+    invoke = spec.preset("mlx_lm.benchmark").invoke.model_dump(mode="json")
+    invoke["argv"] = ["{python}", str(script), *invoke["argv"][3:]]
+    invoke["instruments"] = {
+        "graph": {"env": {"DOT": "{file}", "FROM": str(tmp_path / "graph.dot")}, "generate": 4,
+                  "reads": "dot", "keep": None, "caveat": "fused later"},
+        "profile": {"env": {}, "generate": 4, "reads": "text", "keep": r"(?m)^(Trial .*)$",
+                    "caveat": "shares only"},
+    }  # fmt: skip
+    manifest = {
+        "preset": "fake", "package": "mlx-lm", "packages": {"mlx-lm": "0.32.2", "mlx": "0.32.4"},
+        "library": {"path": "mlx/lib/libmlx.so", "sha256": "ab" * 32}, "lacking": [],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text("{}")
+    return binary.Tool({"python": sys.executable}, dict(os.environ), manifest, invoke), tmp_path
+
+
+def test_instruments_are_runs_of_their_own(fake):
+    tool, folder = fake
+    (folder / "graph.dot").write_text(
+        'digraph { 94 [label ="GatherQMM", shape=rectangle]; "A" -> 94; { "B"; } 94 -> "B";\n'
+        '94 [label ="GatherQMM", shape=rectangle]; 7 [label ="AsType", shape=rectangle]; }'
+    )
+    with command.CommandWorker(tool) as worker:
+        worker.ask("load", 10, path=str(folder))
+        graph = worker.ask("graph", 10, prompt=[1, 2], patches=[])
+        lines = worker.ask("profile", 10, prompt=[1, 2], patches=[])
+    assert graph["operations"] == [
+        {"primitive": "GatherQMM", "term": "other", "count": 2},
+        {"primitive": "AsType", "term": "other", "count": 1},
+    ]
+    assert (graph["total"], graph["astype"], graph["caveat"]) == (3, 1, "fused later")
+    assert len(lines["lines"]) == 1 and lines["caveat"] == "shares only"
+
+
+# Outputs.
+
+MLXCEL = """\
+[phase] warmup_start monotonic_ns=100 boottime_ns=na
+[long-prompt] target=512 tokens -> using 512 tokens (max_context=Some(32768), reserved 128)
+[mlxcel arch] compute capability 12.1 (sm_121); compiled for [121]; coverage: cubin
+[mlxcel arch] quantized matmul path on first call: qmv (device sm_121)
+[phase] decode_start monotonic_ns=500 boottime_ns=900
+\x1b[1m[Load]\x1b[0m wall: 4.125 s  MLX peak: 17.20 GB
+[Profile Results]
+  Prompt tokens: 512
+  Generated tokens: 128
+  Prefill: 411.25 ms (1244.98 tok/s)
+  Decode: 1420.50 ms (90.11 tok/s)
+  MLX peak memory: 17.61 GB
+"""
+
+
+def test_mlxcels_output_is_read():
+    invoke = spec.preset("mlxcel").invoke.model_dump(mode="json")
+    (run,) = output.runs(MLXCEL.replace("\x1b[1m[Load]\x1b[0m", "\x1b[1;32m[Load]\x1b[0m"), invoke)
+    assert (run["prompt_tokens"], run["generated_tokens"], run["forwards"]) == (512, 128, 127)
+    assert run["prefill_s"] == pytest.approx(0.41125) and run["decode_s"] == 1.4205
+    assert run["peak_memory"] == 17_610_000_000 and run["load_s"] == 4.125
+    assert len(run["paths"]) == 2 and run["paths"][1].endswith("qmv (device sm_121)")
+    assert command.phase_marks(run["phases"]) == {
+        "warmup_start": {"monotonic_ns": 100},
+        "decode_start": {"monotonic_ns": 500, "boottime_ns": 900},
+    }
+
+
+def test_older_output_without_load_and_peak_is_read_too():
+    invoke = spec.preset("mlxcel").invoke.model_dump(mode="json")
+    text = "\n".join(line for line in MLXCEL.splitlines() if "peak" not in line)
+    (run,) = output.runs(text, invoke)
+    assert "peak_memory" not in run and "load_s" not in run and run["forwards"] == 127
+
+
+def test_an_output_that_lacks_a_number_says_which_and_shows_the_end():
+    invoke = spec.preset("mlxcel").invoke.model_dump(mode="json")
+    text = MLXCEL.replace("Decode: 1420.50 ms (90.11 tok/s)", "thread 'main' panicked")
+    with pytest.raises(UserError, match="no value decode_ms .*Decode.*panicked"):
+        output.runs(text, invoke)
+    with pytest.raises(UserError, match="holds no run"):
+        output.runs("nothing of the kind", spec_invoke("mlx_lm.benchmark"))
+    with pytest.raises(UserError, match="no measurement"):
+        output.runs(MLXCEL.replace("1420.50", "0.0"), invoke)
+
+
+def spec_invoke(name):
+    return spec.preset(name).invoke.model_dump(mode="json")
+
+
+def invoke_with(kind, fields, **rest):
+    base = {**toy.INVOKE, "output": {"kind": kind, **rest}, "fields": fields}
+    return spec.Invoke.model_validate(base).model_dump(mode="json")
+
+
+FIELDS = {
+    "prompt_tokens": "p",
+    "generated_tokens": "n",
+    "prefill_s": "ttft / 1000",
+    "decode_s": "n / rate",
+    "forwards": "n",
+}
+
+
+def test_json_lines_and_csv_are_read():
+    columns = {
+        "p": "prompt_target_len",
+        "n": "out.tokens",
+        "ttft": "ttft_ms",
+        "rate": "decode_tok_s",
+    }
+    invoke = invoke_with(
+        "json_lines", FIELDS, prefix="[engine-bench] ", where={"path": "engine"}, columns=columns
+    )
+    lines = [
+        {"path": "engine", "prompt_target_len": 8, "ttft_ms": 4, "decode_tok_s": 2.0,
+         "out": {"tokens": 6}},
+        {"path": "warmup", "prompt_target_len": 8},
+    ]  # fmt: skip
+    text = "hello {\n" + "".join(f"[engine-bench] {json.dumps(x)}\n" for x in lines)
+    (run,) = output.runs(text, invoke)
+    assert (run["decode_s"], run["forwards"], run["prefill_s"]) == (3.0, 6, 0.004)
+    with pytest.raises(UserError, match="no JSON after"):
+        output.runs("[engine-bench] {oops", invoke)
+    table = invoke_with(
+        "csv", FIELDS, header=r"^model,", columns={"p": "pp", "n": "tg", "ttft": "t", "rate": "r"}
+    )
+    text = "load\nmodel,pp,tg,t,r\nm,8,6,4,2\nm,8,6,4,3\n\nbye,1\n"
+    assert [r["decode_s"] for r in output.runs(text, table)] == [3.0, 2.0]
+    with pytest.raises(UserError, match="rate is 'fast', which is no number"):
+        output.runs("model,pp,tg,t,r\nm,8,6,4,fast\n", table)
+
+
+def test_terminal_sequences_and_overwritten_lines_go_away():
+    assert (
+        output.plain("\x1b[2K\x1b[1;31mred\x1b[0m\r\nx 10%\rx 99%\n\x1b]0;t\x07y")
+        == "red\nx 99%\ny"
+    )
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6))
+def test_arithmetic_is_pythons(a, b):
+    assert expression.value("(a - 2 * b) / b + -1", {"a": a, "b": b}) == (a - 2 * b) / b + -1
+
+
+@pytest.mark.parametrize("text", ["__import__('os')", "a.b", "a[0]", "a if b else c", "a ** b",
+                                  "True", "'x'", "f(1)", "a <", "lambda: 1", "a; b"])  # fmt: skip
+def test_anything_but_arithmetic_is_refused(text):
+    with pytest.raises(ValueError):
+        expression.names(text)
+
+
+def test_presets_that_do_not_fit_together_are_refused():
+    with pytest.raises(ValueError, match=r"fields\.decode_s: the output yields no time; it yields"):
+        spec.Invoke.model_validate({**toy.INVOKE, "fields": {**toy.INVOKE["fields"],
+                                                             "decode_s": "time"}})  # fmt: skip
+    with pytest.raises(ValueError, match=r"\{modle\} is unknown; allowed"):
+        spec.Invoke.model_validate({**toy.INVOKE, "argv": ["{binary.bench}", "{modle}"]})
+    with pytest.raises(ValueError, match=r"fields\.forwards is missing"):
+        fields = {k: v for k, v in toy.INVOKE["fields"].items() if k != "forwards"}
+        spec.Invoke.model_validate({**toy.INVOKE, "fields": fields})
+    with pytest.raises(ValueError, match="belong together"):
+        spec.Invoke.model_validate({**toy.INVOKE, "runs": "many"})
+
+
+def test_processes_end_with_their_children_and_say_their_memory():
+    script = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid)"
+    ended = process.run([sys.executable, "-c", script], os.environ, 20)
+    assert ended.good and ended.peak_memory > 1 << 20
+    time.sleep(0.05)
+    state = Path(f"/proc/{int(ended.stdout)}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+    assert process.run(["/no/such/tool"], {}, 1).status is None
+    assert process.run([sys.executable, "-c", "import os; os.abort()"], {}, 20).status == 134
