@@ -239,7 +239,7 @@ def test_older_output_without_load_and_peak_is_read_too():
 def test_an_output_that_lacks_a_number_says_which_and_shows_the_end():
     invoke = spec.preset("mlxcel").invoke.model_dump(mode="json")
     text = MLXCEL.replace("Decode: 1420.50 ms (90.11 tok/s)", "thread 'main' panicked")
-    with pytest.raises(UserError, match="no value decode_ms .*Decode.*panicked"):
+    with pytest.raises(UserError, match=r"no value decode_ms .*Decode.*panicked"):
         output.runs(text, invoke)
     with pytest.raises(UserError, match="holds no run"):
         output.runs("nothing of the kind", spec_invoke("mlx_lm.benchmark"))
@@ -267,7 +267,7 @@ FIELDS = {
 
 def test_json_lines_and_csv_are_read():
     columns = {
-        "p": "prompt_target_len",
+        "p": "target_len",
         "n": "out.tokens",
         "ttft": "ttft_ms",
         "rate": "decode_tok_s",
@@ -276,9 +276,9 @@ def test_json_lines_and_csv_are_read():
         "json_lines", FIELDS, prefix="[engine-bench] ", where={"path": "engine"}, columns=columns
     )
     lines = [
-        {"path": "engine", "prompt_target_len": 8, "ttft_ms": 4, "decode_tok_s": 2.0,
+        {"path": "engine", "target_len": 8, "ttft_ms": 4, "decode_tok_s": 2.0,
          "out": {"tokens": 6}},
-        {"path": "warmup", "prompt_target_len": 8},
+        {"path": "warmup", "target_len": 8},
     ]  # fmt: skip
     text = "hello {\n" + "".join(f"[engine-bench] {json.dumps(x)}\n" for x in lines)
     (run,) = output.runs(text, invoke)
