@@ -62,9 +62,11 @@ def package(tmp_path, monkeypatch):
     (base / "__init__.py").write_text("")
     (base / "stage" / "__init__.py").write_text("")
     (base / "stage" / "run.py").write_text(
-        'DATA = ("*.json",)\n\ndef run():\n    from ..helper import f\n    return f()\n'
+        'TABLES = ("table.json", "more")\n\ndef run():\n    from ..helper import f\n    return f()\n'
     )
     (base / "stage" / "table.json").write_text('{"a": 1, "b": 2}')
+    (base / "stage" / "more").mkdir()
+    (base / "stage" / "more" / "kernel.cu").write_text("x")
     (base / "helper.py").write_text("def f():\n    return 1\n")
     (base / "other.py").write_text("x = 1\n")
     monkeypatch.setattr(fingerprint, "PACKAGE", base)
@@ -74,7 +76,8 @@ def package(tmp_path, monkeypatch):
 
 
 def test_what_a_stage_imports_and_reads_belongs_to_it(package):
-    assert set(fingerprints("stage.run")) == {"stage.run", "helper", "stage/table.json"}
+    data = {"stage/table.json", "stage/more/kernel.cu"}
+    assert set(fingerprints("stage.run")) == {"stage.run", "helper"} | data
 
 
 def test_a_helper_s_change_is_the_stage_s(package):

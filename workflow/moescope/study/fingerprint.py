@@ -1,13 +1,14 @@
 """Fingerprints of code: hashes of syntax trees, so that a comment or a format is no new key.
 
 A stage's code is its module and what that imports of moescope, directly or not, at the top or
-inside a function. Data files that a module reads count too: they are declared in the module as
-``DATA = ("families.json", ...)``, paths relative to the module.
+inside a function. The data that a module reads counts too: a text constant that names a file or
+a folder beside the module ("families.json", "presets") makes that part of it.
 """
 
 import ast
 import hashlib
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -33,9 +34,8 @@ def fingerprints(*roots: str) -> dict[str, str]:
         tree_hash, imports, data = _module(path)
         found[name] = tree_hash
         waiting += imports
-        for entry in data:
-            for file in sorted(path.parent.glob(entry)):
-                found[str(file.relative_to(PACKAGE))] = data_fingerprint(file)
+        for file in data:
+            found[str(file.relative_to(PACKAGE))] = data_fingerprint(file)
     return dict(sorted(found.items()))
 
 
@@ -95,8 +95,8 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 @cache
-def _module(path: Path) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """(hash, modules imported of this package, declared data files) of one source file."""
+def _module(path: Path) -> tuple[str, tuple[str, ...], tuple[Path, ...]]:
+    """(hash, modules imported of this package, data files named) of one source file."""
     source = path.read_text()
     tree = ast.parse(source)
     parts: list[str] = []
@@ -104,7 +104,7 @@ def _module(path: Path) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     here = path.relative_to(PACKAGE).with_suffix("").parts
     package = here[:-1]
     imports: set[str] = set()
-    data: tuple[str, ...] = ()
+    data: set[Path] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             imports.update(_imported(node, package))
@@ -112,14 +112,22 @@ def _module(path: Path) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
             for alias in node.names:
                 if alias.name == NAME or alias.name.startswith(f"{NAME}."):
                     imports.add(alias.name.removeprefix(NAME).lstrip("."))
-        elif (
-            isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Name)
-            and node.targets[0].id == "DATA"
-        ):
-            data = tuple(ast.literal_eval(node.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            data.update(_data(path.parent, node.value))
     known = tuple(sorted(name for name in imports if name and _path(name)))
-    return hashlib.sha256("".join(parts).encode()).hexdigest()[:12], known, data
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:12], known, tuple(sorted(data))
+
+
+def _data(folder: Path, text: str) -> list[Path]:
+    """The data files that a text constant names, if it is a name beside the module."""
+    if not re.fullmatch(r"[\w-][\w./-]*", text):
+        return []
+    named = folder / text
+    if named.is_file():
+        return [named] if named.suffix not in (".py", ".pyc") else []
+    if named.is_dir() and not any(named.glob("*.py")):
+        return [file for file in sorted(named.rglob("*")) if file.is_file()]
+    return []
 
 
 def _imported(node: ast.ImportFrom, package: tuple[str, ...]) -> set[str]:
