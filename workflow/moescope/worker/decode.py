@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import itertools
 import json
 import time
 from typing import Any
@@ -84,13 +85,16 @@ def run(
         "prefill_s": moments[0] - started,
         "decode_s": decode_s,
         "forwards": len(ids) - 1,
-        "token_s": [after - before for before, after in zip(moments, moments[1:], strict=False)],
+        "token_s": [after - before for before, after in itertools.pairwise(moments)],
         "build_s": built,
         "tokens": ids,
-        "tokens_sha256": hashlib.sha256(
-            json.dumps(ids, separators=(",", ":")).encode()
-        ).hexdigest(),
+        "tokens_sha256": digest(ids),
         "finite": finite,
         "peak_memory": peak,
         "tool_rate": len(ids) / decode_s,
     }
+
+
+def digest(ids: list[int]) -> str:
+    """sha256 of the ids as compact JSON."""
+    return hashlib.sha256(json.dumps(ids, separators=(",", ":")).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint that does not exist yet: the family's own model code, never evaluated.
+"""The tensors of a checkpoint that does not exist yet, from the family's own model code.
 
 A model is built from its configuration and quantised the way the runtime's loader does it; all of
 it stays a lazy graph, so that no weight is allocated, whatever the size.

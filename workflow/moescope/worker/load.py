@@ -1,6 +1,7 @@
-"""Loading a checkpoint with the runtime's own loader: weights only, no tokenizer, no remote code."""
+"""Loading a checkpoint with the runtime's own loader: weights, no tokenizer, no foreign code."""
 
 import gc
+import importlib
 import json
 import time
 from pathlib import Path
@@ -62,13 +63,10 @@ def run(state: State, package: str, path: str, seed: int | None = None) -> dict[
 
 
 def _loader(package: str) -> Any:
-    if package == "mlx-lm":
-        import mlx_lm.generate
-        from mlx_lm.utils import load_model
-    else:
-        import mlx_vlm.generate  # noqa: F401 (its cost belongs to import_s too)
-        from mlx_vlm.utils import load_model
-    return load_model
+    """The package's load_model; its generator is imported too, as it costs as much."""
+    name = package.replace("-", "_")
+    importlib.import_module(f"{name}.generate")
+    return importlib.import_module(f"{name}.utils").load_model
 
 
 def _config(folder: Path) -> dict[str, Any]:
