@@ -1,0 +1,121 @@
+"""A task for a stage over the fake worker: upstream results, an arm's interpreter, no weights.
+
+Run as a program it runs the measure stage of the task described in its argument (JSON), for
+tests that kill it.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import fake_worker
+from moescope.files import write_json
+from moescope.runtimes.environments import Interpreter
+from moescope.task import INGREDIENTS, Task
+
+SHAPE = {"prompt": 16, "generate": 6}
+GUARD = {
+    "enabled": True,
+    "idle_s": 0.05,
+    "max_foreign_cpu": 64.0,
+    "max_wait_s": 5,
+    "sample_s": 0.02,
+    "max_busy_fraction": 0.5,
+    "attempts": 3,
+}
+MACHINE = {"name": "test", "backend": "cpu"}
+
+
+def arm(name: str, role: str, patches: list[str] | None = None, **env: str) -> dict[str, Any]:
+    """An arm; its FAKE_ variables are given without the prefix, in any case."""
+    return {
+        "name": name,
+        "runtime": "vlm",
+        "role": role,
+        "env": {f"FAKE_{key.upper()}": value for key, value in env.items()},
+        "patches": patches or [],
+    }
+
+
+ARMS = (
+    arm("ref", "reference"),
+    arm("again", "null"),
+    arm("skip", "intervention", ["skip_experts"]),
+)
+
+
+def make(folder: Path, stage: str, subject: str, params: dict[str, Any], kind: str = "hub") -> Task:
+    """A task below ``folder`` with the upstream results that measuring stages read."""
+    root = folder / "root"
+    if not (root / "workflow").exists():
+        fake_worker.install(root)
+    fetch, build = root / "results/fetch/tiny/f0", root / "results/build/vlm/b0"
+    manifest = {"schema": "moescope/manifest/1", "kind": kind, "files": [], "bytes": 0}
+    write_json(fetch / "manifest.json", manifest)
+    write_json(fetch / "config.json", {"vocab_size": 50})
+    made_of = {"schema": INGREDIENTS, "key": "f0", "params": {"source": {"kind": kind}}}
+    write_json(fetch / "ingredients.json", made_of)
+    runtime = {"name": "vlm", "kind": "python", "package": "mlx-vlm"}
+    made_of = {"schema": INGREDIENTS, "key": "b0", "params": {"runtime": runtime}}
+    write_json(build / "ingredients.json", made_of)
+    out = root / "work" / "tmp" / f"{stage}-{os.getpid()}"
+    out.mkdir(parents=True, exist_ok=True)
+    upstream = {"fetch/tiny": fetch, "build/vlm": build}
+    return Task(stage, subject, "k0", params, upstream, out, root / "work", root)
+
+
+def measure_params(arms: Any = ARMS, count: int = 4, **guard: Any) -> dict[str, Any]:
+    return {
+        "checkpoint": "tiny",
+        "arms": {one["name"]: one for one in arms},
+        "shape": SHAPE,
+        "rounds": {"count": count, "warmup": 1},
+        "guard": GUARD | guard,
+        "machine": MACHINE,
+        "session": 1,
+    }
+
+
+def stand_in(patch: Any = None) -> None:
+    """Put the fake interpreter and no weights in the place of what stages materialise.
+
+    patch: pytest's monkeypatch; without it the change stays (in a process of its own).
+    """
+    environments = importlib.import_module("moescope.runtimes.environments")
+    try:
+        materialise = importlib.import_module("moescope.checkpoints.materialise")
+    except ImportError:
+        package = types.ModuleType("moescope.checkpoints")
+        materialise = types.ModuleType("moescope.checkpoints.materialise")
+        package.materialise = materialise
+        materialise.ensure = None
+        sys.modules |= {"moescope.checkpoints": package, materialise.__name__: materialise}
+
+    def ensure_environment(manifest, work, root):
+        return Interpreter(Path(sys.executable), dict(os.environ))
+
+    def ensure_weights(manifest, source, folder, work, root):
+        return folder
+
+    put = patch.setattr if patch else setattr
+    put(environments, "ensure", ensure_environment)
+    put(materialise, "ensure", ensure_weights)
+
+
+def describe(task: Task) -> str:
+    """A task as JSON, for a process of its own."""
+    return json.dumps(dataclasses.asdict(task), default=str)
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    for name in ("out", "work", "root"):
+        given[name] = Path(given[name])
+    given["upstream"] = {name: Path(path) for name, path in given["upstream"].items()}
+    stand_in()
+    importlib.import_module("moescope.measure.stage").run(Task(**given))

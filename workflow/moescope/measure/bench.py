@@ -1,0 +1,88 @@
+"""What arms stand on: the weights, an interpreter for each runtime, the prompt, the log."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..files import read_json
+from ..runtimes.client import Worker, WorkerDied, WorkerError
+from ..runtimes.environments import Interpreter
+from ..task import Task, ingredients
+from .prompt import prompt_ids, vocabulary
+
+MANIFEST = "moescope/manifest/1"
+LOAD_LIMIT_S = 3600.0
+FIRST_LIMIT_S = 3600.0  # the first pass compiles: minutes on a GPU
+
+
+@dataclass(frozen=True)
+class Bench:
+    """weights: the checkpoint's folder. interpreters, packages: by runtime. prompt: token ids."""
+
+    weights: Path
+    interpreters: dict[str, Interpreter]
+    packages: dict[str, str]
+    prompt: list[int]
+    root: Path
+    log: Path
+
+    def worker(self, arm: dict[str, Any]) -> Worker:
+        """A worker for an arm and all that share its process; not started yet."""
+        interpreter = self.interpreters[arm["runtime"]]
+        return Worker(interpreter.python, interpreter.env, self.root, self.log, arm.get("env", {}))
+
+    def loading(self, arm: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the request ``load`` for an arm."""
+        return {"package": self.packages[arm["runtime"]], "path": str(self.weights)}
+
+
+def open_bench(task: Task, runtimes: list[str], prompt: int) -> Bench:
+    """Weights and environments are made again here if they are missing. prompt: its length."""
+    # Both are imported here: checking a study needs neither.
+    from ..checkpoints import materialise
+    from ..runtimes import environments
+
+    fetch = task.one("fetch")
+    vocab = vocabulary(read_json(fetch / "config.json"), str(fetch / "config.json"))
+    made_of = ingredients(fetch)
+    weights = materialise.ensure(
+        read_json(fetch / "manifest.json", MANIFEST),
+        made_of["params"]["source"],
+        task.work / "checkpoints" / made_of["key"],
+        task.work,
+        task.root,
+    )
+    builds = {runtime: task.upstream[f"build/{runtime}"] for runtime in dict.fromkeys(runtimes)}
+    return Bench(
+        Path(weights).resolve(),
+        {name: environments.ensure(path, task.work, task.root) for name, path in builds.items()},
+        {name: ingredients(path)["params"]["runtime"]["package"] for name, path in builds.items()},
+        prompt_ids(prompt, vocab),
+        task.root,
+        task.work / "logs" / f"{task.stage}.{task.subject}.{task.key}.log",
+    )
+
+
+@contextmanager
+def explained(arm: str, bench: Bench, task: Task) -> Iterator[None]:
+    """Turn what a worker does wrong into a line that names the arm and says what to do."""
+    try:
+        yield
+    except WorkerDied as died:
+        todo = {
+            "out_of_memory": "the memory is not enough for this checkpoint: close what else uses "
+            "it, or take a smaller checkpoint or a larger machine",
+            "timeout": "it hung; the log may say where",
+        }.get(died.kind, "the log says more")
+        log = bench.log.relative_to(task.root) if bench.log.is_relative_to(task.root) else bench.log
+        raise UserError(f"{died.message}; {todo} ({log})", where=f"arm {arm}") from died
+    except WorkerError as refused:
+        raise UserError(f"{refused.kind}: {refused.message}", where=f"arm {arm}") from refused
+
+
+def decode_limit_s(first_s: float) -> float:
+    """Seconds that a pass may take, from how long the first one took."""
+    return 60.0 + 20.0 * first_s
