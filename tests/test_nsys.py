@@ -1,0 +1,310 @@
+"""Nsight Systems: commands, exports by the documented schema, differences, terms by order."""
+
+import random
+import sqlite3
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moescope.errors import UserError
+from moescope.trace import nsys
+
+SCHEMA = """
+CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE META_DATA_EXPORT (name TEXT, value TEXT);
+INSERT INTO META_DATA_EXPORT VALUES ('EXPORT_SCHEMA_VERSION', '3.14.1');
+CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (
+  start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL,
+  contextId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER,
+  globalPid INTEGER, demangledName INTEGER NOT NULL, shortName INTEGER NOT NULL,
+  mangledName INTEGER, gridX INTEGER NOT NULL, gridY INTEGER NOT NULL, gridZ INTEGER NOT NULL,
+  blockX INTEGER NOT NULL, blockY INTEGER NOT NULL, blockZ INTEGER NOT NULL, graphNodeId INTEGER);
+CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (
+  start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL, globalTid INTEGER,
+  correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL);
+CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (
+  start INTEGER NOT NULL, end INTEGER NOT NULL, streamId INTEGER, bytes INTEGER, copyKind INTEGER);
+CREATE TABLE NVTX_EVENTS (
+  start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, text TEXT, textId INTEGER,
+  globalTid INTEGER, domainId INTEGER);
+"""
+GRAPH_TABLE = """CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (
+  start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER, contextId INTEGER,
+  streamId INTEGER, correlationId INTEGER, globalPid INTEGER, graphId INTEGER,
+  graphExecId INTEGER)"""
+
+# One decode layer of a qwen3_moe as MLX launches it: (kernel, grid z, primitive, ns).
+NORM = ("mlx::core::cu::rms_norm_small<__nv_bfloat16, 4>", 1, "RMSNorm", 2000)
+QMV = ("mlx::core::cu::qmv_kernel<8, 16, 64, true, false>", 1, "QuantizedMatmul", 5000)
+GATHER = ("mlx::core::cu::qmm_sm80_kernel<64, cutlass::bfloat16_t>", 8, "GatherQMM", 20000)
+SDPA = ("mlx::core::cu::kernel_sdpav_1pass<__nv_bfloat16, 128>", 1, "SDPA", 9000)
+ROPE = ("mlx::core::cu::rope_single<__nv_bfloat16>", 1, "RoPE", 2000)
+ADD = ("mlx::core::cu::binary_vv<mlx::core::cu::Add>", 1, "Add", 1000)
+SOFTMAX = ("mlx::core::cu::softmax<float>", 1, "Softmax", 2500)
+SORT = ("mlx::core::cu::block_sort_kernel<float>", 1, "ArgPartition", 8000)
+ARANGE = ("mlx::core::cu::arange<unsigned int>", 1, "Arange", 1000)
+SILU = ("CompiledSigmoidMultiplyMultiply_V_contiguous<unsigned int, 4>", 1, "Compiled", 1500)
+SUM = ("mlx::core::cu::col_reduce_looped<__nv_bfloat16>", 1, "Reduce", 1800)
+ARGMAX = ("mlx::core::cu::arg_reduce_general<__nv_bfloat16>", 1, "ArgReduce", 4000)
+LOGSUM = ("mlx::core::cu::logsumexp<float>", 1, "LogSumExp", 3000)
+LAYER = [
+    (NORM, "norm"), (QMV, "attention"), (QMV, "attention"), (QMV, "attention"),
+    (NORM, "norm"), (NORM, "norm"), (ROPE, "attention"), (ROPE, "attention"),
+    (SDPA, "attention"), (QMV, "attention"), (ADD, "attention"),
+    (NORM, "norm"), (QMV, "router"), (SOFTMAX, "router"), (SORT, "router"),
+    (ARANGE, "expert_gather"), (GATHER, "expert_gather"), (ARANGE, "expert_gather"),
+    (GATHER, "expert_gather"), (SILU, "activation"), (ARANGE, "expert_gather"),
+    (GATHER, "expert_gather"), (ADD, "combine"), (SUM, "combine"), (ADD, "combine"),
+]  # fmt: skip
+TAIL = [(NORM, "norm"), (QMV, "head"), (LOGSUM, "sampler"), (ADD, "sampler"), (ARGMAX, "sampler")]
+LAYERS = 4
+PID = 4242
+
+
+def step_kernels(layers=LAYERS):
+    return [row for _ in range(layers) for row in LAYER] + TAIL
+
+
+class Export:
+    """Writes an export as nsys would: load, warm-up, prefill, then ``tokens`` decode steps."""
+
+    def __init__(self, path: Path, graphs=False, noise=0.0, seed=0):
+        path.unlink(missing_ok=True)
+        self.path, self.graphs, self.noise = path, graphs, noise
+        self.random = random.Random(seed)
+        self.database = sqlite3.connect(path)
+        self.database.executescript(SCHEMA)
+        self.ids: dict[str, int] = {}
+        self.clock = self.host = 1_000_000
+        self.correlation = 0
+
+    def text(self, value: str) -> int:
+        if value not in self.ids:
+            self.ids[value] = len(self.ids) + 1
+            self.database.execute("INSERT INTO StringIds VALUES (?, ?)", (self.ids[value], value))
+        return self.ids[value]
+
+    def call(self, name: str, ns: int = 800) -> int:
+        self.correlation += 1
+        self.database.execute(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, 0, ?, ?, ?, 0)",
+            (self.host, self.host + ns, (PID << 24) + 7, self.correlation, self.text(name)),
+        )
+        self.host += ns
+        return self.correlation
+
+    def kernel(self, row, correlation, node=None):
+        name, z, _, ns = row
+        ns = int(ns * (1 + self.random.uniform(-self.noise, self.noise)))
+        start = self.clock
+        self.clock += ns + 500
+        self.database.execute(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES "
+            "(?, ?, 0, 1, 7, ?, ?, ?, ?, NULL, 256, 1, ?, 32, 8, 1, ?)",
+            (start, start + ns, correlation, PID << 24, self.text(name),
+             self.text(name.split("<")[0]), z, node),
+        )  # fmt: skip
+
+    def step(self, rows):
+        if self.graphs:
+            correlation = self.call("cudaGraphLaunch_v10000", 3000)
+            for node, (row, _) in enumerate(rows, 1):
+                self.kernel(row, correlation, node)
+            return
+        for row, _ in rows:
+            begin = self.host
+            correlation = self.call("cudaLaunchKernelExC_v11060")
+            self.kernel(row, correlation)
+            self.database.execute(
+                "INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, ?, NULL, ?, 0)",
+                (begin - 50, self.host + 50, f"{row[2]}::eval_gpu", (PID << 24) + 7),
+            )
+            self.host += 100
+        self.database.execute(
+            "INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, NULL, ?, ?, 0)",
+            (begin - 900, self.host, self.text("gpu::eval"), (PID << 24) + 7),
+        )
+
+    def write(self, tokens: int, other=None):
+        for _ in range(3):
+            self.kernel(("load_copy_v", 1, "Copy", 70000), self.call("cudaMemcpyAsync"))
+        self.step([(row, term) for row, term in step_kernels() for _ in range(2)])  # prefill
+        for _ in range(tokens):
+            self.step(step_kernels())
+        if other:
+            self.database.execute(other)
+        self.database.commit()
+        self.database.close()
+        return self.path
+
+
+def test_the_commands_trace_nodes_and_export():
+    argv = nsys.profile_command("nsys", Path("r"), ["bench", "-n", "8"])
+    assert argv[:2] == ["nsys", "profile"] and argv[-3:] == ["bench", "-n", "8"]
+    assert "--cuda-graph-trace=node" in argv and "--trace=cuda,nvtx" in argv
+    export = nsys.export_command("nsys", Path("r"), Path("r.sqlite"))
+    assert export[-1] == "r.nsys-rep" and "--type=sqlite" in export
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_difference_of_two_lengths_is_a_tokens_share(tmp_path, graphs):
+    long = nsys.read(Export(tmp_path / "long.sqlite", graphs).write(40))
+    short = nsys.read(Export(tmp_path / "short.sqlite", graphs).write(20))
+    found = nsys.difference(long, short, 20)
+    assert found.uneven == {}
+    kernels = step_kernels()
+    for row in (NORM, QMV, GATHER, SORT, ARGMAX):
+        count = sum(1 for other, _ in kernels if other is row)
+        launches, seconds = found.kernels[row[0]]
+        assert launches == count
+        assert seconds == pytest.approx(count * row[3] / 1e9)
+    assert "load_copy_v" not in found.kernels
+    assert found.total_s == pytest.approx(sum(row[3] for row, _ in kernels) / 1e9)
+    assert found.busy_s == pytest.approx(found.total_s)
+    call = "cudaGraphLaunch" if graphs else "cudaLaunchKernelExC"
+    assert found.calls[call][0] == (1 if graphs else len(kernels))
+    assert long.version == "EXPORT_SCHEMA_VERSION 3.14.1"
+
+
+def test_uneven_launches_are_named(tmp_path):
+    long = nsys.read(Export(tmp_path / "l.sqlite").write(31))
+    short = nsys.read(Export(tmp_path / "s.sqlite").write(20))
+    found = nsys.difference(long, short, 10)  # in truth 11
+    assert found.uneven[GATHER[0]] == pytest.approx(LAYERS * 3 * 1.1)
+    with pytest.raises(UserError, match="launched no more kernels"):
+        nsys.difference(short, long, 10)
+    with pytest.raises(UserError, match="differ by 0 tokens"):
+        nsys.difference(long, short, 0)
+
+
+def test_overlapping_kernels_count_once_for_busy(tmp_path):
+    export = Export(tmp_path / "x.sqlite", graphs=True)
+    export.write(4)
+    trace = nsys.read(export.path)
+    doubled = nsys.Trace(trace.launches + trace.launches, trace.calls, (0, 0), 1)
+    assert doubled.busy == trace.busy
+    assert nsys.union([(0, 10), (5, 12), (5, 6), (20, 30), (12, 13)]) == 23
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12))
+def test_the_union_is_that_of_the_points(pairs):
+    intervals = [(start, start + length) for start, length in pairs]
+    points = {t for start, end in intervals for t in range(start, end)}
+    assert nsys.union(intervals) == len(points)
+
+
+def test_graphs_as_wholes_are_refused(tmp_path):
+    other = GRAPH_TABLE
+    export = Export(tmp_path / "a.sqlite")
+    export.database.execute(other)
+    export.database.execute(
+        "INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (1,9,0,1,7,1,1,1,1)"
+    )
+    with pytest.raises(UserError, match=r"1 CUDA graphs were traced as wholes.*graph-trace=node"):
+        nsys.read(export.write(4))
+    # An empty table, as newer versions write it, is no such trace.
+    export = Export(tmp_path / "b.sqlite")
+    export.database.execute(other)
+    assert nsys.read(export.write(4)).launches
+    # Graphs launched, and nothing of their inside.
+    export = Export(tmp_path / "c.sqlite")
+    export.call("cudaGraphLaunch_v10000")
+    with pytest.raises(UserError, match="no kernel belongs to a graph node"):
+        nsys.read(export.write(4))
+
+
+def test_what_is_no_export_is_refused(tmp_path):
+    (tmp_path / "x").write_text("hello")
+    with pytest.raises(UserError, match="not an SQLite export"):
+        nsys.read(tmp_path / "x")
+    with sqlite3.connect(tmp_path / "y.sqlite") as database:
+        database.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
+    with pytest.raises(UserError, match="holds no kernel"):
+        nsys.read(tmp_path / "y.sqlite")
+
+
+def test_primitives_come_from_the_ranges_around_the_launches(tmp_path):
+    trace = nsys.read(Export(tmp_path / "x.sqlite").write(3))
+    found = {launch.name: launch.primitive for launch in trace.launches}
+    assert found[GATHER[0]] == "GatherQMM" and found[SORT[0]] == "ArgPartition"
+    assert found["load_copy_v"] is None
+    graphs = nsys.read(Export(tmp_path / "y.sqlite", graphs=True).write(3))
+    assert {launch.primitive for launch in graphs.launches} == {None}
+    assert any(launch.node for launch in graphs.launches)
+
+
+def test_another_processs_records_are_left_out(tmp_path):
+    path = Export(tmp_path / "x.sqlite").write(3)
+    assert nsys.read(path, process=PID).launches
+    with pytest.raises(UserError, match="no kernel"):
+        nsys.read(path, process=PID + 1)
+
+
+def test_terms_by_order_are_those_of_the_layer(tmp_path):
+    trace = nsys.read(Export(tmp_path / "x.sqlite", noise=0.1).write(30))
+    step = nsys.decode_step(trace)
+    # The prefill of the test samples twice.
+    assert step.layers == LAYERS and step.count == 30 and step.others == 2
+    assert [term for _, _, term, _ in step.rows] == [term for _, term in step_kernels()]
+    expected: dict[str, float] = {}
+    for row, term in step_kernels():
+        expected[term] = expected.get(term, 0) + row[3] / 1e9
+    assert step.terms() == pytest.approx(expected, rel=0.05)
+
+
+def test_dense_layers_and_fused_experts_and_shared_experts():
+    dense = ["norm", "matmul", "rope", "attention", "matmul", "elementwise",
+             "norm", "matmul", "matmul", "elementwise", "matmul", "elementwise"]  # fmt: skip
+    fused = ["norm", "matmul", "rope", "attention", "matmul", "elementwise",
+             "norm", "matmul", "sort", "expert_kernel", "expert_kernel",
+             "reduce", "matmul", "elementwise"]  # fmt: skip
+    tail = ["norm", "matmul", "sampler"]
+    terms, layers = nsys.assign(dense + fused + tail)
+    assert layers == 1
+    assert terms[7:12] == ["other"] * 5
+    assert terms[12:26] == [
+        "norm", "attention", "attention", "attention", "attention", "attention",
+        "norm", "router", "router", "expert_gather", "expert_gather",
+        "combine", "shared_expert", "combine",
+    ]  # fmt: skip
+    assert terms[26:] == ["norm", "head", "sampler"]
+
+
+def test_too_few_equal_steps_are_no_answer(tmp_path):
+    with pytest.raises(UserError, match="occurs three times"):
+        nsys.decode_step(nsys.read(Export(tmp_path / "x.sqlite").write(2)))
+
+
+def test_rows_split_a_kernel_over_its_terms(tmp_path):
+    long = nsys.read(Export(tmp_path / "l.sqlite").write(40))
+    short = nsys.read(Export(tmp_path / "s.sqlite").write(20))
+    found = nsys.difference(long, short, 20)
+    rows = nsys.kernel_rows(found, nsys.decode_step(long))
+    assert rows[0]["kernel"] == GATHER[0] and rows[0]["launches_per_token"] == 3 * LAYERS
+    matmul = {row["term"]: row["launches_per_token"] for row in rows if row["kernel"] == QMV[0]}
+    assert matmul == {"attention": 4 * LAYERS, "router": LAYERS, "head": 1}
+    assert sum(row["ms_per_token"] for row in rows) == pytest.approx(found.total_s * 1e3)
+    assert sum(row["share_of_busy"] for row in rows) == pytest.approx(1)
+    assert {row["term"] for row in nsys.kernel_rows(found)} == {"other"}
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "kind"),
+    [
+        (GATHER[0], (1, 6, 8), "gather"),
+        (GATHER[0], (1, 6, 1), "matmul"),
+        ("mlx::core::cu::gather_qmv_kernel<8, 16, 64, true>", (0, 0, 0), "gather"),
+        ("mlx::core::cu::fp_gather_qmv<__nv_bfloat16, 8>", (0, 0, 0), "gather"),
+        ("mlx::core::cu::gather_axis<float>", (0, 0, 0), "index"),
+        ("void mlx::core::cu::custom_kernel_moe_gateup_8_768", (0, 0, 0), "expert_kernel"),
+        ("custom_kernel_moe_down", (0, 0, 0), "expert_kernel"),
+        ("custom_kernel_ssm", (0, 0, 0), "custom"),
+        ("nvjet_tst_64x8", (0, 0, 0), "matmul"),
+        ("event_signal_kernel", (0, 0, 0), "signal"),
+        ("something_new", (0, 0, 0), "other"),
+    ],
+)
+def test_kinds_by_name(name, grid, kind):
+    assert nsys.kind(name, grid) == kind
