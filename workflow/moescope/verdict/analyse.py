@@ -77,6 +77,8 @@ class Checkpoint:
         facts = self.architecture.value if self.architecture else {}
         null = self._null()
         measured = {arm: self._arm(arm, null) for arm in self.arms}
+        for arm, entry in measured.items():
+            entry["removes"] = self._removes(arm, measured)
         reference = self._reference()
         return {
             "role": self.params["checkpoints"][self.name]["role"],
@@ -205,6 +207,24 @@ class Checkpoint:
             else None,
             "trace_not_measured": list((trace.value if trace else {}).get("not_measured", [])),
         }
+
+    def _removes(self, name: str, measured: dict[str, Any]) -> dict[str, Any] | None:
+        """For an intervention: the terms it takes away, by the base arm's other instruments."""
+        if self.arms[name]["role"] != "intervention" or measured[name]["against"] is None:
+            return None
+        base = measured[name]["against"]["base"]
+        parts = {
+            part: measured[base][part] is not None and not measured[base][part]["refused"]
+            for part in ("scopes", "kernels")
+        }
+        scopes = self.results.json(
+            "trace", f"{self.name}.{base}", "scopes.json", "moescope/scopes/1"
+        )
+        return attribution.removed(
+            self.arms[name].get("patches", []),
+            scopes if parts["scopes"] else None,
+            measured[base]["kernels"] if parts["kernels"] else None,
+        )
 
     def _cold(self, name: str) -> dict[str, Figure] | None:
         found = self.results.json(

@@ -54,6 +54,42 @@ def scopes(found: Found, limit: float) -> dict[str, Any]:
     }
 
 
+# Patch of an intervention -> the terms that it takes out of the token.
+REMOVES = {
+    "skip_experts": ("expert_gather", "activation"),
+    "skip_router": ("router",),
+    "skip_moe": ("router", "expert_gather", "activation", "combine", "shared_expert"),
+    "skip_attention": ("attention",),
+}
+
+
+def removed(patches: list[str], found: Found | None, traced: dict[str, Any] | None) -> Any:
+    """What the other instruments give the terms that an intervention takes away, or None.
+
+    found: scopes.json of the base arm. traced: kernels() of the base arm. Beside what the
+    removal saves, these shares are the three instruments' answers to one question.
+    """
+    terms = [term for patch in patches for term in REMOVES.get(patch, ())]
+    if not terms or len(patches) != 1:
+        return None
+    shares = []
+    if found is not None:
+        for entry in found.value["passes"]:
+            shares.append(sum(entry["terms_s"].get(term, 0.0) for term in terms) / entry["wall_s"])
+    parts = (
+        [traced["terms"][term]["share"] for term in terms if term in traced["terms"]]
+        if traced
+        else []
+    )
+    return {
+        "terms": terms,
+        "scopes_share": figure(shares, "share", [found.file]) if found and shares else None,
+        "gpu_share": figure([sum(part["value"] for part in parts)], "share", parts[0]["files"])
+        if parts
+        else None,
+    }
+
+
 def operations(table: Found, trace: Found | None) -> dict[str, Any]:
     """The decode graph of one token: primitives by term, and the counts that claims speak of.
 

@@ -28,7 +28,7 @@ TERMS = (
 # Pattern -> what it is. <term>, <arm> and <intervention> stand for a name.
 PATTERNS = {
     "share.<term>": "the term's share of the instrumented pass's wall time",
-    "lead.<term>": "that share less the largest other term's",
+    "lead.<term>": "the term's share of that wall time less the largest other term's",
     "saved.<intervention>": "1 - time per token of the intervention / of its base arm, by rounds",
     "ratio.<arm>": "decode rate of the arm / of the reference, by rounds",
     "prefill_ratio.<arm>": "prefill rate of the arm / of the reference, by rounds",
@@ -37,7 +37,7 @@ PATTERNS = {
     "operations.total": "primitives in the graph of one decoded token",
     "operations.astype": "conversions of type among them",
     "gpu_share.<term>": "the term's share of the GPU's busy time",
-    "gpu_lead.<term>": "that share less the largest other term's",
+    "gpu_lead.<term>": "the term's share of the GPU's busy time less the largest other term's",
     "busy": "share of the token's wall time in which the GPU is busy",
     "launches": "kernels launched per token",
     "ceiling_share.<term>": "rate at which the term reads its bytes / bandwidth measured here",

@@ -1,0 +1,1 @@
+"""The record: assembled, drawn, rendered, audited, and its history."""

@@ -1,0 +1,264 @@
+"""record.json: the analysis and what it stands on, every number with the files behind it.
+
+Numbers stand in Figures, except what the study itself declares (DECLARED): those were given, not
+measured. The audit holds the record to this.
+"""
+
+from typing import Any
+
+from ..errors import UserError
+from ..files import sha256_file
+from ..task import Task, ingredients
+from ..verdict.results import Results
+from ..verdict.statistics import figure
+
+SCHEMA = "moescope/record/1"
+ANALYSIS = "moescope/analysis/1"
+
+# Where a record may hold numbers without a source: what the study declares.
+DECLARED = ("study", "method", "pins")
+# Keys whose number is a bound of the study, wherever they stand.
+BOUNDS = ("than",)
+
+RATES = ("decode_rate", "token_ms", "prefill_rate", "tool_rate")
+RATES += ("build_ms", "build_share", "peak_memory")
+ARM = ("role", "runtime", "env", "patches", "absent", "void", *RATES)
+ARM += ("same_tokens_every_round", "against", "removes", "cold")
+
+
+def assemble(task: Task) -> dict[str, Any]:
+    """The record of one study on one machine class.
+
+    Reads only upstream results. Raises UserError if the analysis is not among them.
+    """
+    results = Results(task)
+    names = [name.partition("/")[2] for name in task.upstream if name.startswith("analyse/")]
+    found = results.json("analyse", names[0], "analysis.json", ANALYSIS) if names else None
+    if found is None:
+        raise UserError("the analysis is not among the upstream results", f"record/{task.subject}")
+    analysis = found.value
+    checkpoints = analysis["checkpoints"]
+    by_arm = {
+        part: {
+            name: {arm: entry[part] for arm, entry in checkpoint["arms"].items() if entry[part]}
+            for name, checkpoint in checkpoints.items()
+        }
+        for part in ("scopes", "kernels", "operations", "ceiling")
+    }
+    return {
+        "schema": SCHEMA,
+        "study": analysis["study"],
+        "machine": analysis["machine"],
+        "key": task.key,
+        "measured": _measured(results, checkpoints),
+        "synthetic": [name for name, entry in checkpoints.items() if entry["synthetic"]],
+        "reference": analysis["reference"],
+        "claims": analysis["claims"],
+        "host": _hosts(results, checkpoints),
+        "pins": _pins(task, results),
+        "checkpoints": {name: _checkpoint(task, results, name, analysis) for name in checkpoints},
+        "method": _method(task, analysis),
+        "results": {name: _result(entry) for name, entry in checkpoints.items()},
+        "attribution": {"scopes": by_arm["scopes"], "kernels": by_arm["kernels"]},
+        "sweep": {name: entry["sweep"] for name, entry in checkpoints.items()},
+        "operations": by_arm["operations"],
+        "ceilings": {
+            name: {"bandwidth": entry["bandwidth"], "arms": by_arm["ceiling"][name]}
+            for name, entry in checkpoints.items()
+        },
+        "parity": {name: _parity(results, name) for name in checkpoints},
+        "comparability": analysis["comparability"],
+        "rejected": {name: entry["rejected"] for name, entry in checkpoints.items()},
+        "not_measured": analysis["not_measured"],
+        "files": _files(task, results),
+    }
+
+
+def _measured(results: Results, checkpoints: dict[str, Any]) -> dict[str, str]:
+    """When the first and the last run began; the record has no other date."""
+    found = [results.runs(name) for name in checkpoints]
+    started = sorted(run["started"] for runs in found if runs for run in runs.value)
+    return {"first": started[0], "last": started[-1]}
+
+
+def _hosts(results: Results, checkpoints: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each checkpoint was measured on; checkpoints with the same host share an entry."""
+    hosts: list[dict[str, Any]] = []
+    for name in checkpoints:
+        found = results.json("measure", name, "environment.json", "moescope/host/1")
+        if found is None:
+            continue
+        facts = {key: value for key, value in found.value.items() if key != "schema"}
+        facts.pop("bandwidth", None)
+        same = next((host for host in hosts if host["as_written"] == facts), None)
+        if same is None:
+            hosts.append({"as_written": facts, "checkpoints": [name], "file": found.file})
+        else:
+            same["checkpoints"].append(name)
+    return [
+        {
+            "checkpoints": host["checkpoints"],
+            "facts": {
+                path: figure([value], _unit(path), [host["file"]]) if _is_number(value) else value
+                for path, value in _leaves(host["as_written"])
+            },
+        }
+        for host in hosts
+    ]
+
+
+def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [leaf for k, v in value.items() for leaf in _leaves(v, f"{path}.{k}".lstrip("."))]
+    if isinstance(value, list):
+        return [(path, ", ".join(str(item) for item in value))]
+    return [] if value is None else [(path, value)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _unit(path: str) -> str:
+    last = path.rpartition(".")[2]
+    return "bytes" if "memory" in last or last.endswith("bytes") else last.replace("_", " ")
+
+
+def _pins(task: Task, results: Results) -> dict[str, Any]:
+    runtimes = {}
+    for name, folder in task.upstream.items():
+        stage, _, subject = name.partition("/")
+        if stage != "build":
+            continue
+        pin = dict(ingredients(folder)["params"]["runtime"])
+        found = results.json("build", subject, "manifest.json", "moescope/environment/1")
+        made = found.value if found else {}
+        runtimes[subject] = {
+            **{key: pin[key] for key in sorted(pin)},
+            "python": made.get("python"),
+            "platform": made.get("platform"),
+            "packages": made.get("packages", {}),
+            "library_sha256": (made.get("library") or {}).get("sha256"),
+            "file": found.file if found else None,
+        }
+    sources = {}
+    for name, folder in task.upstream.items():
+        stage, _, subject = name.partition("/")
+        if stage == "fetch":
+            source = dict(ingredients(folder)["params"]["source"])
+            sources[subject] = {"key": folder.name, **source}
+    return {"runtimes": runtimes, "checkpoints": sources}
+
+
+def _checkpoint(
+    task: Task, results: Results, name: str, analysis: dict[str, Any]
+) -> dict[str, Any]:
+    entry = analysis["checkpoints"][name]
+    kept = {key: entry[key] for key in ("role", "synthetic", "dense", "family", "model_type")}
+    kept |= {"recipe": entry["recipe"], "compare": entry["compare"]}
+    found = results.json("inspect", name, "architecture.json", "moescope/architecture/1")
+    manifest = results.json("fetch", name, "manifest.json", "moescope/manifest/1")
+    kept["size"] = figure([manifest.value["bytes"]], "bytes", [manifest.file]) if manifest else None
+    if found is None:
+        return {**kept, "facts": {}, "groups": [], "bytes_per_token": {}, "config_path": {}}
+    facts, file = found.value, [found.file]
+    names = ("layers", "moe_layers", "experts", "top_k", "shared_experts", "hidden")
+    names += ("expert_width", "shared_width", "vocab")
+    return {
+        **kept,
+        "facts": {
+            key: figure([facts[key]], key.replace("_", " "), file)
+            for key in names
+            if _is_number(facts.get(key))
+        }
+        | {
+            f"attention.{key}": figure([value], key.replace("_", " "), file)
+            for key, value in sorted((facts.get("attention") or {}).items())
+            if _is_number(value)
+        },
+        "groups": [_group(group, file) for group in facts["quantization"]["groups"]],
+        "bytes_per_token": {
+            term: figure([size], "bytes/token", file)
+            for term, size in facts["bytes"]["per_token"].items()
+            if _is_number(size)
+        },
+        "config_path": facts.get("config_path", {}),
+    }
+
+
+def _group(group: dict[str, Any], file: list[str]) -> dict[str, Any]:
+    """One line of the quantisation map: how a kind of tensor is stored."""
+    form = group["dtype"]
+    if group.get("mode"):
+        form = f"{group['mode']} {group['bits']}-bit, groups of {group['group_size']}"
+    return {
+        "group": group["group"],
+        "format": form,
+        "tensors": figure([group["tensors"]], "tensors", file),
+        "bytes": figure([group["bytes"]], "bytes", file),
+    }
+
+
+def _method(task: Task, analysis: dict[str, Any]) -> dict[str, Any]:
+    """How it was measured, as the study declares it."""
+    guard: dict[str, Any] = {}
+    trace: dict[str, Any] = {}
+    for name, folder in task.upstream.items():
+        params = ingredients(folder)["params"]
+        if name.startswith("measure/"):
+            guard = params.get("guard", guard)
+        elif name.startswith("trace/"):
+            trace = params.get("trace", trace)
+    return {
+        "shape": analysis["shape"],
+        "rounds": analysis["rounds"],
+        "limits": analysis["limits"],
+        "guard": guard,
+        "trace": trace,
+        "rule": analysis["rule"],
+    }
+
+
+def _result(entry: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "runs": entry["runs"],
+        "noise": entry["noise"],
+        "drift": entry["drift"],
+        "arms": {
+            name: {key: arm[key] for key in ARM if key in arm}
+            for name, arm in entry["arms"].items()
+        },
+    }
+
+
+def _parity(results: Results, name: str) -> dict[str, Any]:
+    """Each arm's tokens and logits against the reference's."""
+    found = results.json("parity", name, "parity.json", "moescope/parity/1")
+    if found is None:
+        return {}
+    return {
+        arm: {key: _sourced(value, key, [found.file]) for key, value in entry.items()}
+        for arm, entry in found.value["arms"].items()
+    }
+
+
+def _sourced(value: Any, key: str, file: list[str]) -> Any:
+    """The same value with each number made a Figure."""
+    if _is_number(value):
+        return figure([value], "share" if key.endswith("agreement") else key, file)
+    if isinstance(value, dict):
+        return {name: _sourced(item, name, file) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_sourced(item, key, file) for item in value]
+    return value
+
+
+def _files(task: Task, results: Results) -> dict[str, str]:
+    """Path -> sha256 of every file of the upstream results; what a job cost is no data."""
+    paths = [
+        path
+        for folder in task.upstream.values()
+        for path in folder.iterdir()
+        if path.is_file() and path.name != "cost.json" and not path.name.startswith(".")
+    ]
+    return {results.named(path): sha256_file(path) for path in sorted(paths)}

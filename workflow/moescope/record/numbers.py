@@ -1,0 +1,87 @@
+"""How numbers are printed: one helper for all of the record."""
+
+from typing import Any
+
+# unit of a Figure -> (factor, text after the number, most decimals)
+UNITS: dict[str, tuple[float, str, int | None]] = {
+    "share": (100.0, " %", None),
+    "ratio": (1.0, "", 3),
+    "tokens/s": (1.0, "", None),
+    "ms/token": (1.0, "", None),
+    "ms/expert": (1.0, "", None),
+    "operations/token": (1.0, "", None),
+    "launches/token": (1.0, "", None),
+}
+PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+ABSENT = "–"
+
+
+def exponent(number: float) -> int:
+    """The power of ten of a number's first digit; 0 for 0."""
+    return int(f"{number:e}".partition("e")[2])
+
+
+def decimals(value: float, low: float, high: float) -> int:
+    """Decimals that show three digits of the value and one of its range, at most five digits."""
+    largest = max(abs(value), abs(low), abs(high))
+    top = exponent(largest)
+    wanted = 2 - top
+    if high > low:
+        wanted = max(wanted, -exponent(high - low))
+    return max(0, min(wanted, 4 - top, 9))
+
+
+def show(figure: dict[str, Any] | None, spread: bool = True) -> str:
+    """A Figure as "12.34 (12.31 to 12.40)"; without ``spread``, or without one, the median.
+
+    A missing Figure is a dash. Shares become per cent; bytes and bytes/s get a decimal prefix.
+    """
+    if figure is None:
+        return ABSENT
+    unit = figure["unit"]
+    values = [figure["value"], figure["min"], figure["max"]]
+    if unit.startswith("bytes"):
+        factor, prefix = _prefix(max(abs(value) for value in values))
+        text = f" {prefix}B" + unit.removeprefix("bytes").replace("/token", "")
+        most = None if prefix else 0
+    else:
+        factor, text, most = UNITS.get(unit, (1.0, "", None))
+        if unit == "s":
+            text = " s"
+    scaled = [value * factor for value in values]
+    if all(isinstance(value, int) for value in values) and factor == 1:
+        places = 0
+    else:
+        places = decimals(*scaled)
+        if unit == "share":
+            places = min(places, 1 if max(scaled) >= 0.995 else 2)
+        if most is not None:
+            places = min(places, most) if most else 0
+    if unit == "ratio":
+        places = 3
+    value, low, high = (_fixed(number, places) for number in scaled)
+    if not spread or low == high:
+        return f"{value}{text}"
+    return f"{value}{text} ({low} to {high})"
+
+
+def _prefix(largest: float) -> tuple[float, str]:
+    for size, letter in PREFIXES:
+        if largest >= size:
+            return 1 / size, letter
+    return 1.0, ""
+
+
+def _fixed(number: float, places: int) -> str:
+    text = f"{number:.{places}f}"
+    return text.removeprefix("-") if float(text) == 0 else text
+
+
+def bound(quantity: str, number: float) -> str:
+    """A claim's bound in the unit in which its quantity is printed."""
+    head = quantity.partition(".")[0]
+    if head in ("share", "lead", "saved", "fixed_share", "gpu_share", "gpu_lead", "busy"):
+        return f"{number * 100:g} %"
+    if head == "ceiling_share":
+        return f"{number * 100:g} %"
+    return f"{number:g}"

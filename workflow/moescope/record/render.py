@@ -1,0 +1,56 @@
+"""From record.json to record.md and record.html: the same record, the same bytes.
+
+Both come from templates/body.j2; record.md.j2 and record.html.j2 say what stands around it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from . import charts, numbers, tables
+from .writers import Html, Markdown, plain
+
+COMMANDS = """
+git clone <this repository> moescope && cd moescope
+make setup                          # an environment of its own, locked by hash
+. .venv/bin/activate
+snakemake audit                     # render this record again from its committed data, and compare
+snakemake -n record                 # nothing to do: the results stand here
+snakemake explain                   # what another pin, checkpoint or machine would make stale
+snakemake --cores 1 record --config 'study={session: 2}'    # measure it all again
+"""
+
+
+def render(record: dict[str, Any], templates: Path) -> dict[str, str]:
+    """File name -> text of the Markdown and the HTML.
+
+    Raises UserError if a template asks for something that the record does not hold.
+    """
+    drawn = charts.draw(record)
+    return {
+        "record.md": _fill(record, Markdown(), templates, "record.md.j2"),
+        "record.html": _fill(record, Html(drawn), templates, "record.html.j2"),
+    }
+
+
+def _fill(record: dict[str, Any], writer: Markdown | Html, templates: Path, name: str) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(templates),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # the writer escapes: it alone knows what is markup
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"show": numbers.show, "plain": plain, "code": tables.code}
+    try:
+        body = writer.finish(
+            environment.get_template("body.j2").render(
+                w=writer, record=record, t=tables, commands=COMMANDS
+            )
+        )
+        return environment.get_template(name).render(w=writer, record=record, body=body)
+    except jinja2.TemplateError as error:
+        raise UserError(f"cannot be rendered: {error}", where=f"templates/{name}") from error

@@ -1,0 +1,633 @@
+"""The record's tables: from record.json to rows of text."""
+
+from typing import Any
+
+from .numbers import ABSENT, bound, show
+from .writers import Table, plain
+
+Record = dict[str, Any]
+
+TERM_NAMES = {
+    "router": "router",
+    "expert_gather": "expert gather",
+    "activation": "activation",
+    "combine": "combine",
+    "shared_expert": "shared expert",
+    "attention": "attention",
+    "norm": "norm",
+    "head": "head",
+    "sampler": "sampler",
+    "other": "other",
+    "host_gap": "host gap",
+}
+
+
+def code(text: object) -> str:
+    """Text from data set as code."""
+    return "`" + str(text).replace("`", "'").replace("|", "\\|") + "`"
+
+
+def struck(text: str, void: object) -> str:
+    return f"~~{text}~~" if void and text != ABSENT else text
+
+
+def columns(rows: list[list[str]], head: list[str], first: int) -> Table:
+    """A table whose columns from ``first`` on hold numbers."""
+    return Table(head, rows, set(range(first, len(head))))
+
+
+def hosts(record: Record) -> Table:
+    many = len(record["host"]) > 1
+    rows = []
+    for host in record["host"]:
+        for key, value in host["facts"].items():
+            text = show(value) if isinstance(value, dict) else plain(value)
+            where = [", ".join(host["checkpoints"])] if many else []
+            rows.append([*where, plain(key.replace("_", " ")), text])
+    return Table([*(["checkpoints"] if many else []), "fact", "value"], rows)
+
+
+def runtimes(record: Record) -> Table:
+    rows = []
+    for name, pin in record["pins"]["runtimes"].items():
+        packages = ", ".join(
+            f"{key} {value}"
+            for key, value in pin["packages"].items()
+            if key in ("mlx", "mlx-lm", "mlx-vlm") or key.startswith("mlx-")
+        )
+        lock = pin.get("lock") or pin.get("commit") or ""
+        rows.append(
+            [
+                code(name),
+                plain(pin["kind"]),
+                plain(packages or pin.get("package", "")),
+                plain(pin["python"] or ""),
+                code(lock[:12]) if lock else ABSENT,
+                code(pin["library_sha256"][:12]) if pin["library_sha256"] else ABSENT,
+            ]
+        )
+    return Table(["runtime", "kind", "packages", "Python", "lock", "MLX library (sha256)"], rows)
+
+
+def sources(record: Record) -> Table:
+    rows = []
+    for name, entry in record["checkpoints"].items():
+        source = record["pins"]["checkpoints"].get(name, {})
+        rows.append(
+            [
+                code(name),
+                entry["role"],
+                plain(entry["model_type"] or ABSENT),
+                _source(source),
+                plain(entry["recipe"] or ABSENT),
+                show(entry["size"]),
+                show(entry["bytes_per_token"].get("total")),
+            ]
+        )
+    head = ["checkpoint", "role", "family", "source", "recipe", "size", "read per token"]
+    return columns(rows, head, 5)
+
+
+def _source(source: dict[str, Any]) -> str:
+    kind = source.get("kind")
+    if kind == "hub":
+        return f"{plain(source['repo'])} at {code(source['revision'][:12])}"
+    if kind == "local":
+        return f"local folder, sha256 {code(source['digest'][:12])}"
+    if kind == "synthetic":
+        return (
+            f"synthetic, seed {source['seed']}, {plain(source['dtype'])}, "
+            f"code of {plain(source['layout'])}"
+        )
+    return ABSENT
+
+
+FACTS = {
+    "layers": "layers",
+    "moe_layers": "MoE layers",
+    "experts": "experts",
+    "top_k": "top_k",
+    "shared_experts": "shared experts",
+    "hidden": "hidden",
+    "expert_width": "expert width",
+    "vocab": "vocabulary",
+}
+
+
+def shapes(record: Record) -> Table:
+    rows = [
+        [code(name), *(_count(entry["facts"].get(key)) for key in FACTS)]
+        for name, entry in record["checkpoints"].items()
+    ]
+    return columns(rows, ["checkpoint", *FACTS.values()], 1)
+
+
+def _count(figure: dict[str, Any] | None) -> str:
+    return ABSENT if figure is None else f"{figure['value']:g}"
+
+
+def quantisation(record: Record) -> Table:
+    rows = [
+        [
+            code(name),
+            plain(group["group"].replace("_", " ")),
+            plain(group["format"]),
+            show(group["tensors"]).removesuffix(" tensors"),
+            show(group["bytes"]),
+        ]
+        for name, entry in record["checkpoints"].items()
+        for group in entry["groups"]
+    ]
+    return columns(rows, ["checkpoint", "tensors of", "stored as", "tensors", "bytes"], 3)
+
+
+def speeds(result: dict[str, Any]) -> Table:
+    """Decode and prefill of the arms that are no interventions."""
+    rows = []
+    for name, arm in result["arms"].items():
+        if arm["role"] == "intervention" or arm["absent"]:
+            continue
+        void, against = arm["void"], arm["against"]
+        rows.append(
+            [
+                code(name),
+                arm["role"],
+                str(arm["decode_rate"]["n"]) if arm["decode_rate"] else ABSENT,
+                struck(show(arm["decode_rate"]), void),
+                struck(show(arm["token_ms"]), void),
+                _ratio(arm, against, "decode"),
+                struck(show(arm["prefill_rate"]), void),
+                _ratio(arm, against, "prefill"),
+                show(arm["peak_memory"], spread=False),
+            ]
+        )
+    head = ["arm", "role", "n", "decode tokens/s", "ms/token", "decode ÷ reference"]
+    head += ["prefill tokens/s", "prefill ÷ reference", "peak memory"]
+    return columns(rows, head, 2)
+
+
+def _ratio(arm: dict[str, Any], against: dict[str, Any] | None, name: str) -> str:
+    if arm["void"]:
+        return "void"
+    if against is None or against[name] is None:
+        return ABSENT
+    if arm["role"] == "null":
+        return f"{show(against[name])}, noise"
+    decision = against[f"{name}_decision"]
+    effect = "«no effect»" if decision["effect"] == "no effect" else decision["effect"]
+    if decision["effect"] == "effect":
+        effect = "**slower**" if against[name]["max"] < 1 else "**faster**"
+    return f"{show(against[name])}, {effect}"
+
+
+def notes(record: Record, checkpoint: str) -> list[str]:
+    """What a reader must know about one checkpoint's speeds."""
+    result, lines = record["results"][checkpoint], []
+    if result["runs"]["valid"]:
+        counted = show(result["runs"]["valid"])
+        lines.append(f"Runs: {counted} used, {show(result['runs']['rejected'])} rejected.")
+    noise = result["noise"]
+    if noise and noise["decode"]:
+        lines.append(
+            f"Noise: the null arm's decode ratio ranges over {show(noise['decode'])}, at most "
+            f"{show(noise['decode_floor'])} from 1 (prefill {show(noise['prefill_floor'])})."
+        )
+    elif not noise:
+        lines.append("Noise: the null arm has no paired round here, so no difference is decided.")
+    drift = result["drift"]
+    if drift and drift["flag"]:
+        lines.append(
+            f"**Drift**: the reference itself was {show(drift['moved'])} faster in its fastest "
+            "round than in its slowest. Ratios are paired by round and do not feel it; rates do."
+        )
+    absent: dict[str, list[str]] = {}
+    for name, arm in result["arms"].items():
+        if arm["absent"]:
+            absent.setdefault(arm["absent"], []).append(code(name))
+    for reason, names in absent.items():
+        lines.append(f"No speed here of {', '.join(names)}: {plain(reason)}.")
+    for name, arm in result["arms"].items():
+        if arm["void"]:
+            lines.append(f"{code(name)} is **void**: {plain(arm['void'])}.")
+        if arm["same_tokens_every_round"] is False:
+            lines.append(f"{code(name)} gave different tokens in different rounds.")
+        if arm["against"] and arm["against"]["drifts"]:
+            lines.append(
+                f"**Drifting arm**: the ratio of {code(name)} moves one way through all rounds, by "
+                "more than the noise; its median is not to be trusted."
+            )
+    return lines
+
+
+def refusals(record: Record) -> list[str]:
+    return [
+        f"{code(one)} with {code(two)}: refused, {plain(entry['why'])}."
+        for entry in record["comparability"]["refused"]
+        for one, two in [entry["pair"]]
+    ]
+
+
+def arms(record: Record) -> Table:
+    first = next(iter(record["results"].values()))
+    rows = []
+    for name, arm in first["arms"].items():
+        change = [*arm["patches"], *(f"{key}={value}" for key, value in arm["env"].items())]
+        text = code(" ".join(change)) if change else ABSENT
+        rows.append([code(name), arm["role"], code(arm["runtime"]), text])
+    return Table(["arm", "role", "runtime", "patches and environment"], rows)
+
+
+def method(record: Record) -> list[str]:
+    """How it was measured, a line each."""
+    method = record["method"]
+    shape, rounds, guard = method["shape"], method["rounds"], method["guard"]
+    trace, limits = method["trace"], method["limits"]
+    lines = [
+        f"Shape: exactly {shape['prompt']} prompt token ids, exactly {shape['generate']} "
+        "generated, greedy, batch 1, no chat template, end of sequence never looked at. A run "
+        "with another number of tokens is void.",
+        f"Decode rate: {shape['generate'] - 1} forwards ÷ their time; the first token belongs to "
+        "the prefill. The tools divide by other counts; the table below gives both.",
+        f"Rounds: {rounds['count']}, each visiting every arm once and starting one arm later, "
+        f"after {rounds['warmup']} discarded warm-up in the same process.",
+        f"Decision rule, fixed before the numbers: {method['rule']}",
+        "Claims: a condition holds if its whole range satisfies it, fails if the whole range "
+        "violates it. A claim is supported if all its conditions hold, refuted if all fail, "
+        "otherwise unresolved; over several checkpoints they must agree.",
+    ]
+    if guard.get("enabled"):
+        disturbed = f"{guard['max_busy_fraction'] * 100:g} % disturbed samples"
+        lines.append(
+            f"Quiet host: a lock, {guard['idle_s']:g} s of idleness before each run (other "
+            f"processes below {guard['max_foreign_cpu']:g} cores), a sample every "
+            f"{guard['sample_s']:g} s during it; a run with more than {disturbed} is rejected "
+            f"and repeated, {guard['attempts']} attempts at most."
+        )
+    else:
+        lines.append("Quiet host: the guard was **off**; other processes were not watched.")
+    if trace:
+        lines.append(
+            f"Instrumented pass: {trace['passes']} passes of {trace['tokens']} tokens after the "
+            "prompt, outside every timed run."
+        )
+    lines.append(
+        f"Limits: terms add up to the pass's wall within {limits['conservation'] * 100:g} %, "
+        f"unclassified time below {limits['unclassified'] * 100:g} %, the profiler's cost below "
+        f"{limits['profiler_cost'] * 100:g} %; beyond them an attribution is refused."
+    )
+    return lines
+
+
+def denominators(record: Record) -> Table:
+    rows = []
+    for name, result in record["results"].items():
+        for arm, entry in result["arms"].items():
+            if entry["role"] in ("reference", "candidate") and entry["tool_rate"]:
+                rows.append(
+                    [
+                        code(name),
+                        code(arm),
+                        struck(show(entry["decode_rate"]), entry["void"]),
+                        struck(show(entry["tool_rate"]), entry["void"]),
+                    ]
+                )
+    head = ["checkpoint", "arm", "forwards timed ÷ time (used here)", "the tool's own convention"]
+    return columns(rows, head, 2)
+
+
+def bounds(record: Record) -> Table:
+    """What the token's time is spent on, as far as each instrument can say."""
+    rows = []
+    for name, result in record["results"].items():
+        for arm, entry in result["arms"].items():
+            if entry["role"] not in ("reference", "candidate") or not entry["token_ms"]:
+                continue
+            if entry["void"]:
+                continue
+            kernels = record["attribution"]["kernels"][name].get(arm)
+            ceiling = record["ceilings"][name]["arms"].get(arm)
+            sweep = record["sweep"][name] if entry["role"] == "reference" else None
+            rows.append(
+                [
+                    code(name),
+                    code(arm),
+                    show(entry["token_ms"]),
+                    show(entry["build_ms"]),
+                    show(entry["build_share"]),
+                    show(kernels["busy"]) if kernels else ABSENT,
+                    show(kernels["launches"]) if kernels else ABSENT,
+                    show(sweep["fixed_share"]) if sweep else ABSENT,
+                    show(ceiling["whole"]["share"]) if ceiling else ABSENT,
+                ]
+            )
+    head = ["checkpoint", "arm", "ms/token", "host builds the graph, ms/token", "of the token"]
+    head += ["GPU busy", "launches/token", "independent of top_k", "of the memory's ceiling"]
+    # Columns that no arm fills say nothing; what is missing stands under «not measured».
+    kept = [i for i in range(len(head)) if i < 5 or any(row[i] != ABSENT for row in rows)]
+    return columns([[row[i] for i in kept] for row in rows], [head[i] for i in kept], 2)
+
+
+def terms(record: Record, checkpoint: str) -> Table | None:
+    """A token's terms by each arm's instrumented pass, and by its kernels where traced."""
+    scopes = record["attribution"]["scopes"][checkpoint]
+    kernels = record["attribution"]["kernels"][checkpoint]
+    arms = [
+        arm
+        for arm in dict.fromkeys([*scopes, *kernels])
+        if not record["results"][checkpoint]["arms"][arm]["void"]
+    ]
+    parts: list[tuple[str, list[str], dict[str, Any]]] = []
+    for arm in arms:
+        if arm in scopes and not scopes[arm]["refused"]:
+            heads = [f"{code(arm)} ms/token", f"{code(arm)} share"]
+            parts.append(("scopes", heads, scopes[arm]["terms"]))
+        if arm in kernels and not kernels[arm]["refused"]:
+            heads = [f"{code(arm)} GPU ms/token", "launches", "share of busy"]
+            parts.append(("kernels", heads, kernels[arm]["terms"]))
+    if not parts:
+        return None
+    rows = []
+    for term, name in TERM_NAMES.items():
+        if not any(term in found for _, _, found in parts):
+            continue
+        row = [name]
+        for kind, _, found in parts:
+            keys = ("ms", "share") if kind == "scopes" else ("ms", "launches", "share")
+            row += [show(found[term][key]) if term in found else ABSENT for key in keys]
+        rows.append(row)
+    return columns(rows, ["term", *(head for _, heads, _ in parts for head in heads)], 1)
+
+
+def instrument(record: Record) -> Table:
+    """How far the instrumented pass may be trusted."""
+    rows = []
+    for checkpoint, arms in record["attribution"]["scopes"].items():
+        for arm, found in arms.items():
+            rows.append(
+                [
+                    code(checkpoint),
+                    code(arm),
+                    show(found["wall_ms"]),
+                    show(found["plain_ms"]),
+                    show(found["slowed"]),
+                    show(found["sum"]),
+                    plain(found["refused"]) if found["refused"] else "used",
+                ]
+            )
+    head = ["checkpoint", "arm", "instrumented ms/token", "plain ms/token", "slowed by"]
+    table = columns(rows, [*head, "terms ÷ wall", "attribution"], 2)
+    table.numbers.discard(6)
+    return table
+
+
+def kernels(found: dict[str, Any], most: int = 20) -> Table:
+    rows = [
+        [
+            code(row["kernel"][:90]),
+            TERM_NAMES.get(row["term"], plain(row["term"])),
+            show(row["launches"]),
+            show(row["ms"]),
+            show(row["share"]),
+            show(row["bytes"]),
+        ]
+        for row in found["kernels"][:most]
+    ]
+    head = ["kernel", "term", "launches/token", "ms/token", "share of busy", "bytes/token"]
+    return columns(rows, head, 2)
+
+
+def interventions(record: Record) -> Table:
+    rows = []
+    for checkpoint, result in record["results"].items():
+        for arm, entry in result["arms"].items():
+            against, removes = entry["against"], entry["removes"]
+            if entry["role"] != "intervention" or entry["absent"]:
+                continue
+            change = [*entry["patches"], *(f"{k}={v}" for k, v in entry["env"].items())]
+            terms = ", ".join(TERM_NAMES[term] for term in removes["terms"]) if removes else ABSENT
+            rows.append(
+                [
+                    code(checkpoint),
+                    code(arm),
+                    code(" ".join(change)) if change else ABSENT,
+                    struck(show(entry["token_ms"]), entry["void"]),
+                    _ratio(entry, against, "decode"),
+                    show(against["saved"]) if against else ABSENT,
+                    terms,
+                    show(removes["scopes_share"]) if removes else ABSENT,
+                    show(removes["gpu_share"]) if removes else ABSENT,
+                ]
+            )
+    head = ["checkpoint", "arm", "change", "ms/token", "decode ÷ base", "time saved"]
+    head += ["terms removed", "their share by scopes", "their share of GPU time"]
+    kept = [i for i in range(len(head)) if i < 8 or any(row[i] != ABSENT for row in rows)]
+    table = columns([[row[i] for i in kept] for row in rows], [head[i] for i in kept], 3)
+    table.numbers.discard(6)
+    return table
+
+
+def sweeps(record: Record) -> Table:
+    rows = []
+    for checkpoint, sweep in record["sweep"].items():
+        if sweep is None:
+            continue
+        points = ", ".join(
+            f"{k}: {show(point['ms'], spread=False)}" for k, point in sweep["points"].items()
+        )
+        rows.append(
+            [
+                code(checkpoint),
+                points,
+                show(sweep["expert_cost"]),
+                show(sweep["fixed_ms"]),
+                show(sweep["fixed_share"]),
+                show(sweep["misfit"]),
+            ]
+        )
+    head = ["checkpoint", "top_k: ms/token", "ms per expert", "fixed ms/token"]
+    return columns(rows, [*head, "fixed share", "largest misfit"], 2)
+
+
+def operations(found: dict[str, Any], most: int = 4) -> Table:
+    """The decode graph of one arm: primitives by term, the most frequent named."""
+    rows = []
+    for term, primitives in found["by_term"].items():
+        named = [f"{plain(name)} {show(count)}" for name, count in list(primitives.items())[:most]]
+        rest = len(primitives) - most
+        rows.append([TERM_NAMES[term], ", ".join(named) + (", …" if rest > 0 else "")])
+    return Table(["term", "primitives per token, the most frequent"], rows)
+
+
+def operation_counts(record: Record) -> Table:
+    names = list(
+        dict.fromkeys(
+            key
+            for arms in record["operations"].values()
+            for found in arms.values()
+            for key in found["counts"]
+        )
+    )
+    rows = [
+        [code(checkpoint), code(arm), *(show(found["counts"].get(name)) for name in names)]
+        for checkpoint, arms in record["operations"].items()
+        for arm, found in arms.items()
+    ]
+    head = [
+        {"astype": "AsType", "per_moe_layer": "per MoE layer"}.get(name, name) for name in names
+    ]
+    return columns(rows, ["checkpoint", "arm", *(plain(name) for name in head)], 2)
+
+
+def ceilings(record: Record) -> Table:
+    rows = []
+    for checkpoint, found in record["ceilings"].items():
+        for arm, ceiling in found["arms"].items():
+            parts = {"whole token": ceiling["whole"]}
+            parts |= {TERM_NAMES[term]: part for term, part in ceiling["terms"].items()}
+            for name, part in parts.items():
+                rows.append(
+                    [
+                        code(checkpoint),
+                        code(arm),
+                        name,
+                        show(part["bytes"]),
+                        show(part["achieved"]),
+                        show(part["share"]),
+                    ]
+                )
+    head = ["checkpoint", "arm", "part", "bytes read per token", "achieved", "of the ceiling"]
+    return columns(rows, head, 3)
+
+
+def bandwidths(record: Record) -> list[str]:
+    """The measured ceilings, in words."""
+    found = {
+        show(entry["bandwidth"]): name
+        for name, entry in record["ceilings"].items()
+        if entry["bandwidth"]
+    }
+    return list(found)
+
+
+def parity(record: Record) -> Table:
+    rows = []
+    for checkpoint, arms in record["parity"].items():
+        for arm, entry in arms.items():
+            greedy, forced = entry.get("greedy") or {}, entry.get("forced") or {}
+            same = "identical"
+            if not greedy.get("identical"):
+                at = greedy.get("first_divergence")
+                gap = greedy.get("logit_gap")
+                same = f"differ at token {_plain_count(at)}" if at else "differ"
+                same += f", logit gap there {_plain_count(gap)}" if gap else ""
+            rows.append(
+                [
+                    code(checkpoint),
+                    code(arm),
+                    same,
+                    show(forced.get("top1_agreement")),
+                    _plain_count(forced.get("max_abs_logit")),
+                    _plain_count(forced.get("decided_mismatches")),
+                    _plain_count(forced.get("perplexity_ratio")),
+                    f"**void**: {plain(entry['void'])}" if entry.get("void") else "passes",
+                ]
+            )
+    head = ["checkpoint", "arm", "greedy tokens", "top-1 agreement", "largest logit difference"]
+    head += ["decided mismatches", "perplexity ratio", "parity"]
+    table = columns(rows, head, 3)
+    table.numbers.discard(7)
+    return table
+
+
+def _plain_count(figure: dict[str, Any] | None) -> str:
+    return ABSENT if figure is None else f"{figure['value']:.4g}"
+
+
+def cold(record: Record) -> Table:
+    rows = [
+        [code(checkpoint), code(arm), show(entry["cold"]["load"]), show(entry["cold"]["first_use"])]
+        for checkpoint, result in record["results"].items()
+        for arm, entry in result["arms"].items()
+        if entry["cold"]
+    ]
+    return columns(rows, ["checkpoint", "arm", "load", "first use, beyond a warm pass"], 2)
+
+
+def rejected(record: Record) -> Table:
+    """Runs that are not used, gathered by arm and reason."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for checkpoint, entries in record["rejected"].items():
+        for entry in entries:
+            key = (checkpoint, entry["arm"], entry["why"])
+            found.setdefault(key, []).append(code(entry["run"]))
+    rows = [
+        [code(checkpoint), code(arm), ", ".join(runs), plain(why)]
+        for (checkpoint, arm, why), runs in found.items()
+    ]
+    return Table(["checkpoint", "arm", "runs", "why"], rows)
+
+
+def files(record: Record) -> Table:
+    rows = [[code(path), code(digest)] for path, digest in record["files"].items()]
+    return Table(["file", "sha256"], rows)
+
+
+def conditions(claim: dict[str, Any]) -> list[str]:
+    """One line a checkpoint: its verdict, each condition with its figure, what settled it."""
+    lines = []
+    for checkpoint, found in claim["checkpoints"].items():
+        parts = []
+        for entry in found["conditions"]:
+            name = code(entry["quantity"])
+            if entry["figure"] is None:
+                parts.append(f"{name} {plain(entry['why'])}")
+                continue
+            asked = f"{plain(entry['is'])} {bound(entry['quantity'], entry['than'])}"
+            parts.append(f"{name} is {show(entry['figure'])}, claimed {asked}: {entry['state']}")
+        settled = ", ".join(code(name) for name in found["settled_by"])
+        tail = f" Settled by {settled}." if settled else ""
+        lines.append(f"{code(checkpoint)}: **{found['verdict']}**. {'; '.join(parts)}.{tail}")
+    return lines
+
+
+def headline(claim: dict[str, Any]) -> str:
+    """The claim, what it speaks of, and how the checkpoints differ where they do."""
+    text = f"**{plain(claim['says'])}** (Of {speaks_of(claim)}, arm {code(claim['arm'])}.)"
+    by_verdict: dict[str, list[str]] = {}
+    for name, found in claim["checkpoints"].items():
+        by_verdict.setdefault(found["verdict"], []).append(code(name))
+    if len(by_verdict) > 1:
+        parts = [f"{verdict} on {', '.join(names)}" for verdict, names in by_verdict.items()]
+        text += f" The checkpoints differ: {'; '.join(parts)}."
+    return text
+
+
+def largest(record: Record) -> list[str]:
+    """For each checkpoint's reference: its two largest terms and what taking experts away saves."""
+    lines = []
+    for checkpoint, arms in record["attribution"]["scopes"].items():
+        found = arms.get(record["reference"])
+        if found is None or found["refused"]:
+            continue
+        if record["results"][checkpoint]["arms"][record["reference"]]["void"]:
+            continue
+        order = sorted(found["terms"].items(), key=lambda item: -item[1]["share"]["value"])
+        named = [f"{TERM_NAMES[term]} {show(part['share'])}" for term, part in order[:3]]
+        text = f"{code(checkpoint)}: {', '.join(named)}"
+        gpu = record["attribution"]["kernels"][checkpoint].get(record["reference"])
+        if gpu and not gpu["refused"]:
+            term = gpu["largest"]
+            text += (
+                f"; of the GPU's time {TERM_NAMES[term]} "
+                f"{show(gpu['terms'][term]['share'], spread=False)}"
+            )
+        for arm, entry in record["results"][checkpoint]["arms"].items():
+            if entry["patches"] == ["skip_experts"] and entry["against"]:
+                saved = show(entry["against"]["saved"])
+                text += f"; {code(arm)} saves {saved} of the token"
+        lines.append(text + ".")
+    return lines
+
+
+def speaks_of(claim: dict[str, Any]) -> str:
+    return "the token's wall time" if claim["of"] == "wall" else "the GPU's time"
