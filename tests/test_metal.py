@@ -1,0 +1,419 @@
+"""A Mac's traces and commands, read from small exports written in the documented format.
+
+Nothing here ran on a Mac; docs/metal.md says what a first user there should check.
+"""
+
+import re
+from xml.sax.saxutils import escape
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moescope.errors import UserError
+from moescope.measure import macos
+from moescope.trace import metal
+
+PID = 2297
+COLUMNS = {
+    metal.INTERVALS: [
+        "start", "duration", "channel-name", "frame-number", "start-latency", "event-depth",
+        "event-label", "state", "connection-UUID", "color-index", "process", "gpu",
+        "cmdbuffer-id",
+    ],
+    metal.SUBMISSIONS: [
+        "start", "duration", "event-type", "gpu", "process", "num-encoders", "encoder-time",
+        "cmdbuffer-id",
+    ],
+}  # fmt: skip
+TAGS = {
+    "start": "start-time", "duration": "duration", "channel-name": "gpu-channel-name",
+    "frame-number": "gpu-frame-number", "start-latency": "duration",
+    "event-depth": "metal-nesting-level", "event-label": "formatted-label", "state": "gpu-state",
+    "process": "process", "gpu": "metal-device-name", "cmdbuffer-id": "metal-command-buffer-id",
+    "event-type": "metal-event-name", "num-encoders": "uint32", "encoder-time": "duration",
+    "connection-UUID": "connection-uuid64", "color-index": "render-buffer-depth",
+}  # fmt: skip
+
+
+class Document:
+    """Writes a table as xctrace does: a value gets an id, later ones refer to it; a row's label
+    holds its process; an empty cell is a sentinel."""
+
+    def __init__(self, table):
+        self.table, self.columns = table, COLUMNS[table]
+        self.ids: dict[tuple, int] = {}
+        self.rows: list[str] = []
+
+    def cell(self, tag, value, inside=""):
+        if value is None:
+            return "<sentinel/>"
+        key = (tag, value)
+        if key in self.ids:
+            return f'<{tag} ref="{self.ids[key]}"/>'
+        self.ids[key] = len(self.ids) + 1
+        text = inside or escape(str(value))
+        return f'<{tag} id="{self.ids[key]}" fmt="{escape(str(value))}">{text}</{tag}>'
+
+    def process(self, pid):
+        if pid is None:
+            return "<sentinel/>"
+        known = ("process", f"tool ({pid})") in self.ids
+        inside = "" if known else self.cell("pid", pid)
+        return self.cell("process", f"tool ({pid})", inside)
+
+    def row(self, **values):
+        cells = []
+        for column in self.columns:
+            value = values.get(column.replace("-", "_"))
+            if column == "process":
+                cells.append(self.process(value))
+            elif column == "event-label" and value is not None:
+                known = ("formatted-label", value) in self.ids
+                inside = "" if known else self.cell("string", value) + self.process(
+                    values.get("process")
+                )  # fmt: skip
+                cells.append(self.cell("formatted-label", value, inside))
+            else:
+                cells.append(self.cell(TAGS[column], value))
+        self.rows.append(f"<row>{''.join(cells)}</row>")
+
+    def write(self, path, second_node=False):
+        columns = "".join(f"<col><mnemonic>{c}</mnemonic></col>" for c in self.columns)
+        half = len(self.rows) // 2 if second_node else len(self.rows)
+        body = "".join(self.rows[:half])
+        rest = "".join(self.rows[half:])
+        extra = f"<node xpath='//table[2]'>{rest}</node>" if second_node else ""
+        path.write_text(
+            '<?xml version="1.0"?>\n<trace-query-result>\n'
+            "<node xpath='//trace-toc[1]/run[1]/data[1]/table[109]'>"
+            f'<schema name="{self.table}">{columns}</schema>{body}</node>{extra}'
+            "</trace-query-result>"
+        )
+        return path
+
+
+def contents(path, pid=PID):
+    path.write_text(
+        '<?xml version="1.0"?><trace-toc><run number="1"><info><target><process '
+        f'type="launched" return-exit-status="0" name="bench" pid="{pid}"/></target></info>'
+        f'<processes><process name="kernel" pid="0"/><process name="bench" pid="{pid}"/>'
+        '</processes><data><table schema="metal-gpu-intervals"/></data></run></trace-toc>'
+    )
+    return path
+
+
+BUFFERS, ENCODERS = 4, 2  # a token
+RUN, GAP = 900_000, 100_000  # ns of GPU work and of idleness a command buffer
+
+
+def trace(folder, tokens, second_node=False, process_column=True):
+    """A load on the GPU, a prefill, ``tokens`` equal steps; another process draws."""
+    folder.mkdir()
+    gpu, host = Document(metal.INTERVALS), Document(metal.SUBMISSIONS)
+    clock, buffer = 50_000_000, 1000
+
+    def work(ns, encoders=ENCODERS):
+        nonlocal clock, buffer
+        buffer += 1
+        host.row(
+            start=clock - 200_000,
+            duration=5_000,
+            event_type=metal.SUBMISSION,
+            gpu="M3",
+            process=PID,
+            num_encoders=encoders,
+            encoder_time=30_000,
+            cmdbuffer_id=buffer,
+        )
+        host.row(
+            start=clock,
+            duration=1,
+            event_type="CommandBufferEncoding",
+            gpu="M3",
+            process=PID,
+            num_encoders=0,
+            encoder_time=0,
+            cmdbuffer_id=buffer,
+        )
+        part = ns // encoders
+        for index in range(encoders):
+            gpu.row(
+                start=clock + index * part,
+                duration=part,
+                channel_name="Compute",
+                frame_number=0,
+                start_latency=70_000,
+                event_depth=0,
+                event_label=f"Command Buffer 0:Compute Command {index}",
+                state="Active",
+                process=PID if process_column else None,
+                gpu="M3",
+                cmdbuffer_id=buffer,
+            )
+        # A nested row lies inside its parent and must not count twice.
+        gpu.row(
+            start=clock,
+            duration=part // 2,
+            channel_name="Compute",
+            event_depth=1,
+            event_label="GPU Execution",
+            state="Active",
+            gpu="M3",
+            cmdbuffer_id=buffer,
+            process=PID if process_column else None,
+        )
+        gpu.row(
+            start=clock,
+            duration=ns,
+            channel_name="Fragment",
+            event_depth=0,
+            event_label="Window",
+            state="Active",
+            process=77,
+            gpu="M3",
+            cmdbuffer_id=5,
+        )
+        gpu.row(
+            start=clock,
+            duration=ns,
+            channel_name="Compute",
+            event_depth=0,
+            event_label="waiting",
+            state="Idle",
+            process=PID,
+            gpu="M3",
+            cmdbuffer_id=buffer,
+        )
+        clock += ns + GAP
+
+    work(20_000_000, 1)
+    for _ in range(BUFFERS * 3):
+        work(2_000_000)
+    for _ in range(tokens * BUFFERS):
+        work(RUN)
+    return metal.read(
+        contents(folder / "toc.xml"),
+        gpu.write(folder / "gpu.xml", second_node),
+        host.write(folder / "host.xml", second_node),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("second_node", [False, True])
+@pytest.mark.parametrize("process_column", [False, True])
+def test_a_token_is_the_difference_of_two_lengths(tmp_path, second_node, process_column):
+    long = trace(tmp_path / "long", 30, second_node, process_column)
+    short = trace(tmp_path / "short", 10, second_node, process_column)
+    found = metal.difference(long, short, 20)
+    assert found.busy_s == pytest.approx(BUFFERS * RUN / 1e9)
+    assert found.idle_s == pytest.approx(BUFFERS * GAP / 1e9)
+    assert (found.command_buffers, found.encoders) == (BUFFERS, BUFFERS * ENCODERS)
+    assert found.encode_s == pytest.approx(BUFFERS * 30e-6)
+    assert {i.channel for i in long.intervals} == {"Compute"}
+    assert any("belong to other processes" in note for note in long.notes)
+    with pytest.raises(UserError, match="no more GPU time"):
+        metal.difference(short, long, 20)
+
+
+def test_references_reach_into_earlier_cells(tmp_path):
+    document = Document(metal.INTERVALS)
+    document.row(start=1, duration=2, event_label="x", process=PID, state="Active")
+    document.row(start=5, duration=2, event_label="x", process=PID, state="Active")
+    path = document.write(tmp_path / "t.xml")
+    assert '<process ref="' in path.read_text()
+    first, second = metal.rows(path, metal.INTERVALS)
+    assert first["process"].pid == second["process"].pid == PID
+    assert second["duration"].number == 2 and first["frame-number"] is None
+    broken = path.read_text().replace('<duration ref="', '<duration ref="9')
+    (tmp_path / "b.xml").write_text(broken)
+    with pytest.raises(UserError, match="which is nowhere"):
+        list(metal.rows(tmp_path / "b.xml", metal.INTERVALS))
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    document = Document(metal.INTERVALS)
+    document.row(start=1, duration=2, process=77, state="Active")
+    path = document.write(tmp_path / "t.xml")
+    with pytest.raises(UserError, match="this is the table 'metal-gpu-intervals', expected"):
+        list(metal.rows(path, metal.SUBMISSIONS))
+    (tmp_path / "s.xml").write_text(path.read_text().replace("<sentinel/>", "", 1))
+    with pytest.raises(UserError, match=r"a row has 12 cells, the schema 13 columns"):
+        list(metal.rows(tmp_path / "s.xml", metal.INTERVALS))
+    (tmp_path / "e.xml").write_text("<trace-query-result></trace-query-result>")
+    with pytest.raises(UserError, match="no table in it"):
+        list(metal.rows(tmp_path / "e.xml", metal.INTERVALS))
+    (tmp_path / "n.xml").write_text("<trace")
+    with pytest.raises(UserError, match="not XML"):
+        list(metal.rows(tmp_path / "n.xml", metal.INTERVALS))
+    host = Document(metal.SUBMISSIONS).write(tmp_path / "h.xml")
+    with pytest.raises(UserError, match=r"bench \(2297\) ran nothing on the GPU .* 1 intervals"):
+        metal.read(contents(tmp_path / "toc.xml"), path, host)
+
+
+def test_the_commands_name_template_table_and_variables(tmp_path):
+    argv = metal.record_command(tmp_path / "x.trace", ["bench", "-n", "8"], {"A": "1"}, 30)
+    assert argv[:4] == ["xcrun", "xctrace", "record", "--template"]
+    assert argv[argv.index("--env") + 1] == "A=1" and argv[-5:-3] == ["--launch", "--"]
+    export = metal.export_command(tmp_path / "x.trace", metal.INTERVALS, tmp_path / "o.xml")
+    assert '/trace-toc/run[@number="1"]/data/table[@schema="metal-gpu-intervals"]' in export
+    assert "--toc" in metal.contents_command(tmp_path / "x.trace", tmp_path / "o.xml")
+
+
+@pytest.mark.parametrize(
+    ("shape", "mode", "bits", "group", "dtype", "gather", "name"),
+    [
+        ((1, 2048, 768), "affine", 4, 64, "bfloat16", True,
+         "affine_gather_qmv_fast_bfloat16_t_gs_64_b_4"),
+        ((1, 768, 2048), "affine", 4, 64, "bfloat16", True,
+         "affine_gather_qmv_bfloat16_t_gs_64_b_4"),
+        ((1, 768, 2048), "affine", 6, 64, "float16", True,
+         "affine_gather_qmv_fast_float16_t_gs_64_b_6"),
+        ((1, 4096, 2048), "mxfp4", 4, 32, "bfloat16", True,
+         "mxfp4_gather_qmv_fast_bfloat16_t_gs_32_b_4"),
+        ((1, 2048, 4096), "affine", 8, 64, "bfloat16", False,
+         "affine_qmv_fast_bfloat16_t_gs_64_b_8_batch_0"),
+        ((1, 128, 4096), "affine", 4, 64, "float32", False,
+         "affine_qmv_quad_float_gs_64_b_4_d_128_batch_0"),
+    ],
+)  # fmt: skip
+def test_names_follow_the_rules(shape, mode, bits, group, dtype, gather, name):
+    assert metal.quantised_name(shape, mode, bits, group, dtype, gather) == name
+
+
+def test_derived_dispatches_say_that_they_are():
+    weights = [
+        {"module": f"model.layers.{layer}.mlp.switch_mlp.{name}", "shape": shape,
+         "mode": "affine", "bits": 4, "group_size": 64}
+        for layer in range(3)
+        for name, shape in (("gate_proj", [128, 768, 256]), ("up_proj", [128, 768, 256]),
+                            ("down_proj", [128, 2048, 96]))
+    ]  # fmt: skip
+    first, second = metal.derived_dispatches(weights, "bfloat16")
+    assert first == {
+        "kernel": "affine_gather_qmv_fast_bfloat16_t_gs_64_b_4",
+        "modules": [
+            "model.layers.*.mlp.switch_mlp.gate_proj",
+            "model.layers.*.mlp.switch_mlp.up_proj",
+        ],
+        "dispatches_per_token": 6,
+        "derived": True,
+    }
+    assert second["kernel"] == "affine_gather_qmv_bfloat16_t_gs_64_b_4"
+    with pytest.raises(UserError, match="only decode"):
+        metal.quantised_name((2, 64, 64), "affine", 4, 64, "float16", True)
+
+
+# The host, by its own commands.
+
+COOL = "Note: No thermal warning level has been recorded\n" \
+       "Note: No performance warning level has been recorded\n"  # fmt: skip
+HOT = """2026-08-20 05:08:37 -0700 CPU Power notify
+\tCPU_Scheduler_Limit \t= 100
+\tCPU_Available_CPUs \t= 12
+\tCPU_Speed_Limit \t= 62
+"""
+SETTINGS = """System-wide power settings:
+Currently in use:
+ standby              1
+ powernap             1
+ networkoversleep     0
+ lowpowermode         0
+ sleep                0 (sleep prevented by sharingd)
+"""
+ANSWERS = {
+    "sysctl": "machdep.cpu.brand_string: Apple M3 Ultra\nhw.model: Mac15,14\n"
+    "hw.memsize: 549755813888\nhw.physicalcpu: 32\nhw.perflevel0.physicalcpu: 24\n"
+    "iogpu.wired_limit_mb: 0\nkern.osproductversion: 26.5.1\n",
+    "ioreg": '+-o AGXAcceleratorG15X  <class AGXAcceleratorG15X>\n    {\n'
+    '      "gpu-core-count" = 80\n      "PerformanceStatistics" = {"In use system memory"=123456,'
+    '"Device Utilization %"=7,"Renderer Utilization %"=6}\n    }\n',
+    "pmset -g": SETTINGS,
+    "pmset -g batt": "Now drawing from 'AC Power'\n",
+    "pmset -g therm": COOL,
+    "memory_pressure": "The system has 549755813888 (33554432 pages with a page size of 16384).\n"
+    "System-wide memory free percentage: 91%\n",
+    "ps": "    1     0   0.1 /sbin/launchd\n  400     1  12.5 /Applications/Big App.app/Big App\n"
+    "  500     1   0.0 python\n  501   500  98.0 /opt/x/bench\n  502   501 50.0 helper\n",
+}  # fmt: skip
+
+
+def answer(*command):
+    return ANSWERS.get(" ".join(command)) or ANSWERS.get(command[0], "")
+
+
+def test_a_mac_is_described_without_names():
+    found = macos.probe(answer)
+    assert found["cpu"] == "Apple M3 Ultra" and found["system"] == "macOS 26.5.1"
+    assert found["memory"] == 512 << 30 and found["gpu_memory"] == 384 << 30
+    assert found["gpu_cores"] == 80 and found["wired_limit_set"] is False
+    assert found["power"] == {"mode": "automatic", "source": "ac"}
+    assert found["thermal"]["throttled"] is False
+
+
+def test_a_mute_mac_is_described_as_unknown():
+    found = macos.probe(lambda *command: "")
+    assert found["cpu"] is None and found["memory"] is None
+    assert found["power"] == {"mode": None, "source": None}
+    assert found["thermal"]["throttled"] is None
+    assert macos.ask("no-such-command-here") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "throttled", "limit"),
+    [
+        (COOL, False, None),
+        (HOT, True, 62),
+        (COOL + HOT.replace("62", "100"), False, 100),
+        ("", None, None),
+        ("Thermal Warning Level = 1\n", True, None),
+        ("CPU_Scheduler_Limit = 80\nCPU_Speed_Limit = 100\n", True, 100),
+    ],
+)
+def test_heat(text, throttled, limit):
+    found = macos.parse_therm(text)
+    assert (found["throttled"], found["speed_limit"]) == (throttled, limit)
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        (SETTINGS, "automatic"),
+        (SETTINGS.replace("lowpowermode         0", "lowpowermode         1"), "low"),
+        (SETTINGS + " powermode            2\n", "high"),
+        ("nothing", None),
+    ],
+)
+def test_power_modes(settings, mode):
+    assert macos.parse_power(settings, "")["mode"] == mode
+
+
+def test_own_processes_and_their_children_are_no_load():
+    load = macos.parse_processes(ANSWERS["ps"], [500])
+    assert (load.total, load.busiest, load.name) == (0.126, 0.125, "Big App")
+    assert macos.parse_processes(ANSWERS["ps"], []).name == "bench"
+
+
+def test_a_sample_and_what_speaks_against_it():
+    found = macos.sample([500], answer)
+    assert found["gpu_busy"] == 0.07 and found["free_memory"] == 0.91
+    assert macos.objections(found, 0.25) == []
+    assert "most by Big App" in macos.objections(found, 0.1)[0]
+    bad = found | {"thermal": macos.parse_therm(HOT), "power": {"mode": "low", "source": "battery"}}
+    reasons = macos.objections(bad, 1.0)
+    assert len(reasons) == 3 and "throttled to 62 %" in reasons[0]
+
+
+@given(st.integers(8 << 30, 1 << 40), st.integers(1, 1 << 20))
+def test_a_wired_limit_wins(memory, limit):
+    assert macos.working_set(memory, limit) == limit << 20
+    assert macos.working_set(memory, None) == macos.working_set(memory, 0) < memory
+
+
+def test_docs_say_what_was_never_run(root):
+    text = (root / "docs" / "metal.md").read_text()
+    assert "never run on a Mac" in text
+    for command in ("xctrace", "pmset -g therm", "sysctl"):
+        assert command in text
+    # Every module that the page names exists.
+    for name in re.findall(r"`(moescope(?:\.\w+)+)`", text):
+        __import__(name)
