@@ -36,6 +36,17 @@ NO_MEMORY = (
     "insufficient memory",
     "greater than the maximum allowed buffer size",
 )
+# What MLX and the runtimes say of a kernel or a mode that this build or device does not have.
+NOT_SUPPORTED = (
+    "only supports",
+    "only supported",
+    "not supported",
+    "unsupported",
+    "no implementation",
+    "not yet implemented",
+    "not implemented",
+    "back-end",
+)
 
 
 def main() -> None:
@@ -95,8 +106,12 @@ def _unexpected(error: BaseException) -> dict[str, Any]:
     traceback.print_exception(error)
     text = f"{type(error).__name__}: {error}"
     lowered = text.lower()
-    full = isinstance(error, MemoryError) or any(sign in lowered for sign in NO_MEMORY)
-    return _failure("out_of_memory" if full else "failed", text[:2000])
+    kind = "failed"
+    if isinstance(error, MemoryError) or any(sign in lowered for sign in NO_MEMORY):
+        kind = "out_of_memory"
+    elif any(sign in lowered for sign in NOT_SUPPORTED):
+        kind = "unsupported"
+    return _failure(kind, text[:2000])
 
 
 def _failure(kind: str, message: str) -> dict[str, Any]:

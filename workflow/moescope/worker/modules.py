@@ -59,7 +59,6 @@ class MoeBlock:
     activation: Part
     shared: tuple[Part, ...]
     shared_gate: Part | None
-    other: tuple[Part, ...]
     routing: str
     holder: Any = field(repr=False)
     attribute: str
@@ -83,8 +82,10 @@ class Survey:
     """A model's parts. family: its entry in the table, None if it has none.
 
     foreign: MoE layers that the table does not describe; scopes and patches refuse such a model
-    rather than take it for a dense one. head: the module of the logits; tied: it is the embedding,
-    called through ``as_linear``. root: path of the module that is called once a step.
+    rather than take it for a dense one. beside_attention: state of its own next to attention;
+    other: the same next to the experts, and projections around these. head: the module of the
+    logits; tied: it is the embedding, called through ``as_linear``. root: path of the module that
+    is called once a step.
     """
 
     family: str | None
@@ -94,6 +95,7 @@ class Survey:
     attention: tuple[Part, ...]
     beside_attention: tuple[Part, ...]
     norms: tuple[Part, ...]
+    other: tuple[Part, ...]
     head: Part
     tied: bool
     root: str
@@ -153,6 +155,7 @@ def survey(state: State) -> Survey:
     )
     attention = tuple(_parts(layers, where["attention"]))
     beside = tuple(_parts(layers, where["beside_attention"]))
+    other = tuple(_parts(layers, where["other"]))
     inside = [part.path for part in (*attention, *beside)] + [block.path for block in blocks]
     inside += [part.path for block in blocks for part in block.router]
     norms = tuple(
@@ -162,7 +165,7 @@ def survey(state: State) -> Survey:
         and not any(names[id(module)].startswith(f"{outer}.") for outer in inside)
     )
     head, tied = _head(root, names, where)
-    outputs = _outputs(blocks, (*attention, *beside), norms, head, tied)
+    outputs = _outputs(blocks, (*attention, *beside), norms, other, head, tied)
     return Survey(
         family,
         layers,
@@ -171,6 +174,7 @@ def survey(state: State) -> Survey:
         attention,
         beside,
         norms,
+        other,
         head,
         tied,
         names[id(root)],
@@ -215,7 +219,6 @@ def _blocks(layers: tuple[Part, ...], where: dict[str, Any]) -> Iterator[MoeBloc
             activation=_part(switch, where["activation"]),
             shared=tuple(_several(layer, where["shared"])),
             shared_gate=_part(layer, where["shared_gate"]),
-            other=tuple(_several(layer, where["other"])),
             routing=where["routing"],
             holder=_get(layer.module, holder),
             attribute=attribute,
@@ -270,11 +273,13 @@ def _outputs(
     blocks: tuple[MoeBlock, ...],
     attention: tuple[Part, ...],
     norms: tuple[Part, ...],
+    other: tuple[Part, ...],
     head: Part,
     tied: bool,
 ) -> dict[str, str]:
     terms = {part.path: "attention" for part in attention}
     terms |= {part.path: "norm" for part in norms}
+    terms |= {part.path: "other" for part in other}
     if not tied:
         terms[head.path] = "head"
     for block in blocks:
@@ -282,7 +287,6 @@ def _outputs(
         terms |= {part.path: "router" for part in block.router}
         terms |= {part.path: "expert_gather" for part in block.projections}
         terms |= {part.path: "shared_expert" for part in block.shared}
-        terms |= {part.path: "other" for part in block.other}
         terms[block.activation.path] = "activation"
         if block.shared_gate:
             terms[block.shared_gate.path] = "shared_expert"
