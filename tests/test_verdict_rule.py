@@ -6,6 +6,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moescope.verdict import rule
 from moescope.verdict.statistics import (
     DIGITS,
@@ -63,7 +64,6 @@ def test_rates_of_error_over_many_sessions():
     assert effects(0.01, 0.05, sessions=many) / many > 0.9
     assert effects(0.0075, 0.05, sessions=many) / many > 0.985
     assert effects(0.01, 0.08, sessions=many) / many > 0.995
-
 
 
 @given(RATIOS)

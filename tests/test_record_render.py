@@ -1,0 +1,240 @@
+"""The record: what stands in it, in both forms, and that it is the same every time."""
+
+import html.parser
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fixture_results import Tree
+from moescope.errors import UserError
+from moescope.record import charts, numbers, render
+from moescope.record.writers import Html, Markdown, Table, plain
+from moescope.verdict.statistics import figure
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    tree = Tree(tmp_path_factory.mktemp("record"), bandwidth=12e9).make()
+    tree.analyse()
+    return tree.record(TEMPLATES)
+
+
+@pytest.fixture(scope="module")
+def markdown(made) -> str:
+    return (made / "record.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def page(made) -> str:
+    return (made / "record.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def record(made) -> dict:
+    return json.loads((made / "record.json").read_text())
+
+
+def test_the_answer_comes_first(markdown):
+    first = markdown.split("\n\n")[1]
+    assert "Is the expert gather the dominant term of a decode step here?" in first
+    assert "synthetic weights" in first and "2026-11-29" in first
+    answer = markdown.partition("## Answer")[2].partition("\n## ")[0]
+    for verdict in ("Unresolved:", "Refuted:", "Supported:"):
+        assert verdict in answer
+    assert "Settled by `fixed_share`" in answer
+    assert "`saved.skip-experts` is 38" in answer
+
+
+def test_all_sections_are_there_in_both_forms(markdown, page):
+    titles = re.findall(r"^## (.+)$", markdown, re.M)
+    assert len(titles) == len(set(titles))
+    for title in (
+        "Answer",
+        "Premises refuted",
+        "Results",
+        "Ceilings",
+        "Parity",
+        "Comparisons refused",
+        "Host and pins",
+        "Checkpoints",
+        "Method",
+        "Rejected runs",
+        "Not measured",
+        "Reproduce",
+        "Data",
+    ):
+        assert title in titles
+    assert re.findall(r"<h2[^>]*>(.+?)</h2>", page) == titles
+
+
+def test_void_speeds_are_struck_out_with_the_reason(markdown, page):
+    (row,) = (
+        line for line in markdown.splitlines() if line.startswith("| `lm` ") and "void" in line
+    )
+    assert row.count("~~") == 6 and "| void |" in row
+    assert "repetition loop: 4 tokens" in markdown
+    assert "<del>" in page
+
+
+def test_refusals_rejections_and_rule(markdown):
+    assert "`inkling-affine` with `inkling-nvfp4`: refused" in markdown
+    assert "another process used 1.4 cores during the run" in markdown
+    assert "«no effect»" in markdown
+    assert "the tool's own convention" in markdown
+
+
+def test_data_files_are_listed_with_their_hashes(markdown, record):
+    for path, sha256 in record["files"].items():
+        assert f"`{path}` | `{sha256}`" in markdown
+    assert not any(path.endswith("cost.json") for path in record["files"])
+    assert any(path.endswith("analysis.json") for path in record["files"])
+
+
+def test_nothing_of_this_machine_and_no_clock(made, tmp_path):
+    for name in ("record.md", "record.html", "record.json"):
+        text = (made / name).read_text()
+        assert str(made.parents[3]) not in text
+        dates = set(re.findall(r"\b20\d\d-\d\d-\d\d", text))
+        assert dates == {"2026-11-29"}
+
+
+def test_the_same_data_give_the_same_bytes(made, tmp_path):
+    tree = Tree(tmp_path, bandwidth=12e9).make()
+    tree.analyse()
+    again = tree.record(TEMPLATES)
+    assert again.name == made.name
+    for name in ("record.md", "record.html", "record.json"):
+        assert (again / name).read_bytes() == (made / name).read_bytes(), name
+
+
+def test_charts_are_the_same_every_time(record):
+    once = charts.draw(record)
+    assert set(once) == {"rates", "terms", "sweep", "roofline"}
+    assert charts.draw(record) == once
+    for svg in once.values():
+        assert svg.startswith("<svg") and 'role="img"' in svg and "aria-label=" in svg
+        assert "NaN" not in svg and "undefined" not in svg
+
+
+class Page(html.parser.HTMLParser):
+    """Balanced tags, unique ids, links that lead somewhere, no resource from elsewhere."""
+
+    VOID = ("meta", "link", "br", "img", "hr", "!doctype")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.ids, self.links = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        assert tag not in ("script", "img", "link", "iframe", "object"), tag
+        assert not attrs.get("src")
+        self.ids += [attrs["id"]] if "id" in attrs else []
+        self.links += [attrs["href"]] if "href" in attrs else []
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_stands_alone(page):
+    parser = Page()
+    parser.feed(page)
+    assert not parser.open
+    assert len(parser.ids) == len(set(parser.ids))
+    assert all(link[1:] in parser.ids for link in parser.links if link.startswith("#"))
+    assert not [link for link in parser.links if not link.startswith("#")]
+    assert "http" not in re.sub(r'xmlns="[^"]*"|xmlns:xlink="[^"]*"', "", page)
+    assert "prefers-color-scheme: dark" in page
+    assert page.count("<svg") == 4
+
+
+def test_all_colours_of_the_charts_are_defined(page):
+    used = set(re.findall(r"var\((--[a-z0-9-]+)\)", page))
+    light, _, dark = page.partition("prefers-color-scheme: dark")
+    for scheme in (light, dark.partition("</style>")[0]):
+        assert used <= set(re.findall(r"(--[a-z0-9-]+):", scheme))
+
+
+def test_a_template_that_asks_for_too_much_is_an_error(record, tmp_path):
+    for path in TEMPLATES.glob("*.j2"):
+        (tmp_path / path.name).write_text(path.read_text())
+    body = tmp_path / "body.j2"
+    body.write_text(body.read_text() + "{{ record.no_such_key }}")
+    with pytest.raises(UserError, match="no_such_key"):
+        render.render(record, tmp_path)
+
+
+def test_a_record_with_kernels_shows_them(tmp_path):
+    tree = Tree(tmp_path, kernels=True).make()
+    tree.analyse()
+    text = (tree.record(TEMPLATES) / "record.md").read_text()
+    assert "`kernel_attention`" in text and "GPU busy" in text and "35.0 %" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "unit", "text"),
+    [
+        ([157.55, 123.14, 166.38], "tokens/s", "158 (123 to 166)"),
+        ([157.55, 157.41, 157.7], "tokens/s", "157.6 (157.4 to 157.7)"),
+        ([0.99712, 0.99301, 1.00518], "ratio", "0.997 (0.993 to 1.005)"),
+        ([0.379, 0.371, 0.3812], "share", "37.9 % (37.1 to 38.1)"),
+        ([0.0042, 0.0042, 0.0042], "share", "0.42 %"),
+        ([5308416], "bytes/token", "5.31 MB"),
+        ([9.1e9], "bytes", "9.10 GB"),
+        ([1.2e12], "bytes/s", "1.20 TB/s"),
+        ([812], "bytes", "812 B"),
+        ([1593], "launches/token", "1593"),
+        ([0.0902, 0.0878, 0.0906], "ms/token", "0.0902 (0.0878 to 0.0906)"),
+        ([-0.002, -0.004, 0.001], "share", "-0.20 % (-0.40 to 0.10)"),
+        ([0.0, 0.0, 0.0], "share", "0.00 %"),
+    ],
+)
+def test_how_numbers_are_printed(values, unit, text):
+    made = figure([values[0]], unit, ["f"])
+    made |= {"min": min(values), "max": max(values)}
+    assert numbers.show(made) == text
+
+
+@given(st.floats(1e-9, 1e12), st.floats(0, 1), st.sampled_from(["ms/token", "share", "bytes"]))
+def test_printed_numbers_are_near_what_they_print(value, spread, unit):
+    made = figure([value, value * (1 + spread)], unit, ["f"])
+    text = numbers.show(made, spread=False)
+    number, _, suffix = text.partition(" ")
+    scale = {"%": 0.01, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}.get(suffix, 1)
+    error = abs(float(number) * scale - made["value"])
+    assert error <= max(0.006 * made["value"], 0.5 if unit == "bytes" else 0.00005)
+
+
+def test_a_missing_figure_is_a_dash():
+    assert numbers.show(None) == numbers.ABSENT
+
+
+@given(st.text(max_size=40))
+def test_text_from_data_is_no_markup(text):
+    written = Html({}).p(plain(text))
+    inner = written.removeprefix("<p>").removesuffix("</p>\n")
+    assert "<" not in inner
+    assert html.unescape(inner) == " ".join(text.split())
+
+
+def test_markup_in_both_forms():
+    text = "a `b|c` **d** ~~e~~ [f](#g) " + plain("<h> *i*")
+    assert Html({}).inline(text.replace("b|c", "b\\|c")) == (
+        'a <code>b|c</code> <strong>d</strong> <del>e</del> <a href="#g">f</a> &lt;h&gt; *i*'
+    )
+    assert Markdown().inline(plain("<h> < 5")) == "&lt;h> < 5"
+    table = Table(["x", "y"], [["1", plain("a|b")]], {0})
+    assert Markdown().table(table).strip() == "| x | y |\n|--:|---|\n| 1 | a\\|b |"

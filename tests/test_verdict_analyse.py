@@ -1,0 +1,308 @@
+"""The analyse stage on made-up results: figures, void and drifting arms, refusals, claims."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fixture_results import CLAIMS, MOE_SHARES, Tree, read_rows, write_runs
+from moescope.errors import UserError
+from moescope.verdict import missing
+from moescope.verdict.quantities import PATTERNS, TERMS, NotMeasuredError, evaluate, exists
+
+
+def analysis(tree: Tree, claims=None) -> dict:
+    return json.loads((tree.analyse(claims) / "analysis.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> dict:
+    return analysis(Tree(tmp_path_factory.mktemp("plain")).make())
+
+
+def arm(found: dict, checkpoint: str, name: str) -> dict:
+    return found["checkpoints"][checkpoint]["arms"][name]
+
+
+def test_rates_are_over_the_forwards_that_were_timed(tmp_path):
+    tree = Tree(tmp_path).make()
+    found = arm(analysis(tree), "qwen3-moe", "lm")
+    rows = [
+        row
+        for row in read_rows(tree.folder("measure/qwen3-moe") / "runs.jsonl")
+        if row["arm"] == "lm" and row["valid"]
+    ]
+    rates = sorted(row["forwards"] / row["decode_s"] for row in rows)
+    assert found["decode_rate"]["value"] == pytest.approx(rates[2], rel=1e-6)
+    assert found["decode_rate"]["min"] == pytest.approx(rates[0], rel=1e-6)
+    assert found["decode_rate"]["runs"] == [row["id"] for row in rows]
+    assert found["decode_rate"]["n"] == 5
+    assert found["tool_rate"]["value"] > found["decode_rate"]["value"]
+    assert found["build_share"]["value"] == pytest.approx(0.31)
+
+
+def test_ratios_are_paired_and_decided(plain):
+    against = arm(plain, "qwen3-moe", "lm")["against"]
+    assert against["decode"]["value"] == pytest.approx(1 / 1.12, rel=0.02)
+    assert against["decode_decision"]["effect"] == "effect"
+    assert against["decode_decision"]["why"].startswith("slower")
+    assert arm(plain, "qwen3-moe", "vlm")["against"] is None
+    # Rates overlap, since the host drifts by 40 %; the paired ratio does not care.
+    rates = [arm(plain, "qwen3-moe", name)["decode_rate"] for name in ("lm", "vlm")]
+    assert rates[0]["max"] > rates[1]["min"]
+    assert plain["checkpoints"]["qwen3-moe"]["drift"]["flag"]
+
+
+def test_an_equal_candidate_has_no_effect(tmp_path):
+    found = arm(analysis(Tree(tmp_path, slow={}).make()), "qwen3-moe", "lm")["against"]
+    assert found["decode_decision"]["effect"] == "no effect"
+
+
+def test_a_round_without_its_reference_is_no_pair(tmp_path):
+    def lose_one(run):
+        if run["arm"] == "vlm" and run["round"] == 3:
+            run |= {"valid": False, "why": "disturbed"}
+
+    found = analysis(Tree(tmp_path, edit_run=lose_one).make())
+    assert arm(found, "qwen3-moe", "lm")["decode_rate"]["n"] == 5
+    assert arm(found, "qwen3-moe", "lm")["against"]["decode"]["n"] == 4
+    assert found["checkpoints"]["qwen3-moe"]["noise"]["decode"]["n"] == 4
+
+
+def test_an_arm_that_slows_down_over_the_rounds_is_flagged(tmp_path):
+    def fade(run):
+        if run["arm"] == "lm" and run["valid"]:
+            run["decode_s"] *= 1 + 0.03 * run["round"]
+
+    found = analysis(Tree(tmp_path, edit_run=fade).make())
+    assert arm(found, "qwen3-moe", "lm")["against"]["drifts"]
+    assert not arm(found, "qwen3-moe", "skip-experts")["against"]["drifts"]
+
+
+def test_a_void_arm_yields_no_ratio(plain):
+    found = arm(plain, "qwen3-dense", "lm")
+    assert "repetition" in found["void"]
+    assert found["decode_rate"] and found["against"] is None and found["ceiling"] is None
+    with pytest.raises(NotMeasuredError, match="void"):
+        evaluate(plain, "qwen3-dense", "ratio.lm", "vlm")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"finite": False}, "NaN or Inf"),
+        ({"generated_tokens": 20}, "another number of tokens"),
+        ({"prompt_tokens": 31}, "prompt tokens"),
+    ],
+)
+def test_what_voids_an_arm(tmp_path, change, why):
+    def spoil(run):
+        if run["arm"] == "lm" and run["round"] == 1 and run["valid"]:
+            run |= change
+
+    found = arm(analysis(Tree(tmp_path, edit_run=spoil).make()), "qwen3-moe", "lm")
+    assert why in found["void"] and found["against"] is None
+
+
+def test_a_path_not_taken_voids_an_arm(tmp_path):
+    tree = Tree(tmp_path).make()
+    path = tree.folder("trace/qwen3-moe.lm") / "trace.json"
+    trace = json.loads(path.read_text()) | {"path": {"proved": False, "why": "qmv, not fused"}}
+    path.write_text(json.dumps(trace))
+    assert "qmv, not fused" in arm(analysis(tree), "qwen3-moe", "lm")["void"]
+
+
+def test_a_void_reference_leaves_no_ratio_at_all(tmp_path):
+    found = analysis(Tree(tmp_path, parity_void={("qwen3-moe", "vlm"): "NaN"}).make())
+    checkpoint = found["checkpoints"]["qwen3-moe"]
+    assert all(entry["against"] is None for entry in checkpoint["arms"].values())
+    assert checkpoint["noise"] is None and checkpoint["sweep"] is None
+
+
+def test_a_void_null_arm_leaves_differences_undecided(tmp_path):
+    found = analysis(Tree(tmp_path, parity_void={("qwen3-moe", "vlm-null"): "NaN"}).make())
+    decision = arm(found, "qwen3-moe", "lm")["against"]["decode_decision"]
+    assert decision["effect"] == "undecided" and "null" in decision["why"]
+
+
+def test_terms_and_their_conservation(plain, tmp_path):
+    scopes = arm(plain, "inkling-affine", "vlm")["scopes"]
+    assert scopes["refused"] is None and scopes["largest"] == "expert_gather"
+    shares = {term: part["share"]["value"] for term, part in scopes["terms"].items()}
+    assert shares == pytest.approx({t: s * 0.998 for t, s in MOE_SHARES.items()}, rel=1e-6)
+    assert list(shares) == [term for term in TERMS if term in shares]
+    assert scopes["terms"]["expert_gather"]["lead"]["value"] == pytest.approx(0.14 * 0.998)
+
+    lossy = analysis(Tree(tmp_path, scopes_sum=0.97).make())
+    refused = arm(lossy, "inkling-affine", "vlm")["scopes"]["refused"]
+    assert "0.970" in refused and "0.02" in refused
+    with pytest.raises(NotMeasuredError, match="refused"):
+        evaluate(lossy, "inkling-affine", "share.router", "vlm")
+    assert arm(lossy, "qwen3-moe", "lm")["against"]["decode"], "the timing stands"
+    assert any("refused" in line for line in lossy["not_measured"])
+    (claim,) = (claim for claim in lossy["claims"] if claim["name"] == "router-is-cheap")
+    assert claim["verdict"] == "unresolved"
+
+
+def test_the_sweep_finds_the_cost_of_an_expert(plain):
+    sweep = plain["checkpoints"]["qwen3-moe"]["sweep"]
+    assert list(sweep["points"]) == ["1", "2", "4", "8"]
+    assert sweep["fixed_share"]["value"] == pytest.approx(0.62, abs=0.02)
+    token = arm(plain, "qwen3-moe", "vlm")["token_ms"]["value"]
+    assert sweep["expert_cost"]["value"] == pytest.approx(0.38 * token / 8, rel=0.1)
+    assert plain["checkpoints"]["qwen3-dense"]["sweep"] is None
+
+
+def test_interventions_beside_the_other_instruments(plain):
+    found = arm(plain, "inkling-affine", "skip-experts")
+    assert found["against"]["saved"]["value"] == pytest.approx(0.38, abs=0.02)
+    assert found["removes"]["terms"] == ["expert_gather", "activation"]
+    assert found["removes"]["scopes_share"]["value"] == pytest.approx(0.43 * 0.998)
+    assert arm(plain, "inkling-affine", "top-k-1")["removes"] is None
+
+
+def test_claims(plain):
+    verdicts = {claim["name"]: claim["verdict"] for claim in plain["claims"]}
+    assert verdicts == {
+        "gather-dominates": "unresolved",
+        "bound-by-experts": "refuted",
+        "router-is-cheap": "supported",
+        "gather-dominates-gpu": "unresolved",
+    }
+    (refuted,) = (claim for claim in plain["claims"] if claim["name"] == "bound-by-experts")
+    assert list(refuted["checkpoints"]) == ["inkling-affine", "inkling-nvfp4"], "MoE subjects"
+    assert refuted["checkpoints"]["inkling-affine"]["settled_by"] == ["fixed_share"]
+    (mixed,) = (claim for claim in plain["claims"] if claim["name"] == "gather-dominates")
+    states = [c["state"] for c in mixed["checkpoints"]["inkling-affine"]["conditions"]]
+    assert states == ["holds", "fails"]
+    assert mixed["checkpoints"]["inkling-affine"]["settled_by"] == []
+
+
+def test_two_recipes_of_one_model_are_refused_by_name(plain):
+    (refused,) = plain["comparability"]["refused"]
+    assert refused["pair"] == ["inkling-affine", "inkling-nvfp4"]
+    assert "experts-only affine" in refused["why"] and "nvfp4" in refused["why"]
+    same = {"model_type": "a", "compare": "x", "recipe": "r"}
+    found = missing.comparability(
+        {"one": same, "two": dict(same), "three": same | {"compare": "y"}}
+    )
+    assert found["allowed"] == [["one", "two"]]
+    assert [entry["pair"] for entry in found["refused"]] == [["one", "three"], ["two", "three"]]
+    unknown = {"model_type": None, "compare": None, "recipe": None}
+    assert missing.comparability({"a": unknown, "b": unknown}) == {"allowed": [], "refused": []}
+
+
+def test_what_was_not_measured_is_said(plain):
+    text = "\n".join(plain["not_measured"])
+    assert "mlx-lm has no family for it" in text
+    assert "not applicable: the model has no experts" in text
+    assert "void, repetition loop" in text
+    assert "not of cuda and metal" in text
+    assert "synthetic" in text and "bandwidth" in text
+    rejected = plain["checkpoints"]["qwen3-moe"]["rejected"]
+    assert rejected == [
+        {"run": "r02-vlm", "arm": "vlm", "why": "another process used 1.4 cores during the run"}
+    ]
+
+
+def test_ceilings_need_a_measured_bandwidth(plain, tmp_path):
+    whole = arm(plain, "qwen3-moe", "vlm")["ceiling"]["whole"]
+    token = arm(plain, "qwen3-moe", "vlm")["token_ms"]["value"]
+    assert whole["achieved"]["value"] == pytest.approx(whole["bytes"]["value"] / token * 1e3)
+    assert whole["share"] is None
+    with pytest.raises(NotMeasuredError, match="bandwidth"):
+        evaluate(plain, "qwen3-moe", "ceiling_share.expert_gather", "vlm")
+    measured = analysis(Tree(tmp_path, bandwidth=12e9).make())
+    share = arm(measured, "qwen3-moe", "vlm")["ceiling"]["whole"]["share"]
+    assert share["value"] == pytest.approx(whole["achieved"]["value"] / 12e9, rel=1e-6)
+    assert share["min"] < share["value"] < share["max"]
+    assert not any("bandwidth" in line for line in measured["not_measured"])
+
+
+def test_a_kernel_trace_is_used_where_there_is_one(tmp_path):
+    tree = Tree(tmp_path, kernels=True).make()
+    found = analysis(tree)
+    kernels = arm(found, "qwen3-moe", "vlm")["kernels"]
+    assert kernels["largest"] == "attention"
+    assert evaluate(found, "qwen3-moe", "gpu_share.head", "vlm")["value"] == pytest.approx(0.2)
+    assert evaluate(found, "qwen3-moe", "gpu_lead.attention", "lm")["value"] == pytest.approx(0.25)
+    assert evaluate(found, "qwen3-moe", "busy", "vlm")["value"] == 0.35
+    assert evaluate(found, "qwen3-moe", "launches", "vlm")["value"] == 60
+    path = tree.folder("trace/qwen3-moe.vlm") / "terms.json"
+    path.write_text(path.read_text().replace('"profiler_cost": 0.01', '"profiler_cost": 0.2'))
+    refused = arm(analysis(tree), "qwen3-moe", "vlm")["kernels"]["refused"]
+    assert "profiler cost" in refused
+
+
+def test_no_valid_run_is_an_error(tmp_path):
+    def spoil(run):
+        run |= {"valid": False, "why": "disturbed"}
+
+    with pytest.raises(UserError, match="no checkpoint has a valid run"):
+        Tree(tmp_path, edit_run=spoil).make().analyse()
+
+
+def test_altered_runs_are_an_error(tmp_path):
+    tree = Tree(tmp_path).make()
+    path = tree.folder("measure/qwen3-moe") / "runs.jsonl"
+    whole = path.read_text()
+    path.write_text(whole.replace('"load1":0.8', '"load1":0.1', 1))
+    with pytest.raises(UserError, match="altered"):
+        tree.analyse()
+    path.write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    with pytest.raises(UserError, match="trailer is missing"):
+        tree.analyse()
+    rows = read_rows(path.with_name("runs.jsonl")) if path.write_text(whole) else []
+    write_runs(path, [*rows, rows[0]])
+    with pytest.raises(UserError, match="more than once"):
+        tree.analyse()
+
+
+def test_the_same_data_give_the_same_bytes(tmp_path):
+    one = Tree(tmp_path / "one").make().analyse() / "analysis.json"
+    two = Tree(tmp_path / "two").make().analyse() / "analysis.json"
+    assert one.read_bytes() == two.read_bytes()
+    assert str(tmp_path) not in one.read_text()
+
+
+def test_every_pattern_exists_and_can_be_evaluated(tmp_path):
+    found = analysis(Tree(tmp_path, kernels=True, bandwidth=12e9).make())
+    names = {"<term>": "attention", "<arm>": "lm", "<intervention>": "skip-experts"}
+    arms, interventions = ["vlm", "lm", "skip-experts"], ["skip-experts"]
+    for pattern in PATTERNS:
+        name = pattern
+        for placeholder, value in names.items():
+            name = name.replace(placeholder, value)
+        assert exists(name, arms, interventions), name
+        assert evaluate(found, "qwen3-moe", name, "vlm")["files"], name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "share.",
+        "share.gather",
+        "lead",
+        "saved.lm",
+        "ratio.none",
+        "operations",
+        "speed",
+        "share.<term>",
+    ],
+)
+def test_quantities_that_do_not_exist(name):
+    assert not exists(name, ["vlm", "lm", "skip-experts"], ["skip-experts"])
+
+
+def test_quantities_stay_light():
+    """The validator imports them before every command."""
+    source = Path(__file__).parents[1] / "workflow/moescope/verdict/quantities.py"
+    imports = [
+        line for line in source.read_text().splitlines() if line.startswith(("import", "from"))
+    ]
+    assert all(line.split()[1] in ("collections.abc", "typing") for line in imports)
+
+
+def test_claims_of_the_fixture_use_quantities_that_exist():
+    names = [condition["quantity"] for claim in CLAIMS for condition in claim["all"]]
+    assert all(exists(name, ["vlm"], ["skip-experts"]) for name in names)
