@@ -114,8 +114,8 @@ class Fake:
 
     def graph(self, prompt, patches=()):
         self.check(patches)
-        if setting("NO_GRAPH"):
-            raise Refused("failed", "export_to_dot is missing")
+        if kind := setting("NO_GRAPH"):
+            raise Refused(kind, "export_to_dot is missing")
         rows = [("Matmul", "router", 2), ("GatherMM", "expert_gather", 6), ("AsType", "other", 3)]
         return {
             "operations": [{"primitive": p, "term": t, "count": n} for p, t, n in rows],
