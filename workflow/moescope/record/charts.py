@@ -8,6 +8,7 @@ import html
 import re
 from typing import Any
 
+from .numbers import exponent
 from .tables import TERM_NAMES
 
 VERSION = "5.21"  # of Vega-Lite, among those that vl-convert carries
@@ -165,11 +166,11 @@ def rates(record: dict[str, Any]) -> tuple[Spec, str] | None:
 def terms(record: dict[str, Any]) -> tuple[Spec, str] | None:
     """A token's time by term: one bar an arm of a checkpoint, from the instrumented pass."""
     rows, used = [], set()
-    for part, unit in (("kernels", "GPU"), ("scopes", "")):
-        for checkpoint, arms in record["attribution"][part].items():
-            for arm, found in arms.items():
-                void = record["results"][checkpoint]["arms"][arm]["void"]
-                if found["refused"] or void:
+    for checkpoint, result in record["results"].items():
+        for arm, entry in result["arms"].items():
+            for part, unit in (("scopes", ""), ("kernels", "GPU")):
+                found = record["attribution"][part][checkpoint].get(arm)
+                if found is None or found["refused"] or entry["void"]:
                     continue
                 label = " · ".join(filter(None, (checkpoint, arm, unit)))
                 for order, (term, name) in enumerate(TERM_NAMES.items()):
@@ -289,50 +290,31 @@ def roofline(record: dict[str, Any]) -> tuple[Spec, str] | None:
     """Time per token against bytes read per token, both logarithmic: a rate is a diagonal."""
     rows = []
     for checkpoint, found in record["ceilings"].items():
+        arms = record["results"][checkpoint]["arms"]
         for arm, ceiling in found["arms"].items():
-            size = ceiling["whole"]["bytes"]["value"]
-            ms = record["results"][checkpoint]["arms"][arm]["token_ms"]
+            if arms[arm]["role"] == "null":
+                continue
+            ms = arms[arm]["token_ms"]
             rows.append(
-                {"label": f"{checkpoint} · {arm}", "bytes": size / 1e6, "ms": ms["value"],
-                 "low": ms["min"], "high": ms["max"], "checkpoint": checkpoint}
-            )  # fmt: skip
+                {
+                    "checkpoint": checkpoint,
+                    "arm": arm,
+                    "bytes": ceiling["whole"]["bytes"]["value"] / 1e6,
+                    "ms": ms["value"],
+                    "low": ms["min"],
+                    "high": ms["max"],
+                }
+            )
     if not rows:
         return None
     measured = next((c["bandwidth"] for c in record["ceilings"].values() if c["bandwidth"]), None)
-    sizes = [row["bytes"] for row in rows]
-    times = [row["ms"] for row in rows]
-    left, right = min(sizes) / 2, max(sizes) * 2
-    guides = []
-    # MB per ms is GB/s. Guides by powers of ten around what was achieved, and the measured ceiling.
-    fastest = max(size / ms for size, ms in zip(sizes, times, strict=True))
-    slowest = min(size / ms for size, ms in zip(sizes, times, strict=True))
-    power = 10.0 ** (int(f"{slowest:e}".partition("e")[2]))
-    while power <= fastest * 10:
-        guides.append({"rate": f"{power:g} GB/s", "gbs": power, "kind": "guide"})
-        power *= 10
-    if measured:
-        gbs = measured["value"] / 1e9
-        guides.append({"rate": f"measured ceiling {gbs:.3g} GB/s", "gbs": gbs, "kind": "ceiling"})
-    lowest = min([*times, *(left / guide["gbs"] for guide in guides if guide["kind"] == "ceiling")])
-    bottom, top = lowest / 2, max(times) * 2
-    lines = []
-    for guide in guides:
-        start, end = max(left, bottom * guide["gbs"]), min(right, top * guide["gbs"])
-        if start < end:
-            for size in (start, end):
-                lines.append({**guide, "bytes": size, "ms": size / guide["gbs"]})
-    names = list(record["ceilings"])
+    lines, area = _diagonals(rows, measured["value"] / 1e9 if measured else None)
     log = {"type": "log", "nice": False}
-    x = {"field": "bytes", "type": "quantitative", "scale": {**log, "domain": [left, right]}}
-    x["axis"] = {"title": "MB read per token", "tickCount": 6, "format": "~g"}
-    y = {"type": "quantitative", "scale": {**log, "domain": [bottom, top]}}
-    y["axis"] = {"title": "ms per token", "tickCount": 6, "format": "~g"}
-    stroke = {
-        "field": "kind",
-        "type": "nominal",
-        "legend": None,
-        "scale": {"domain": ["guide", "ceiling"], "range": ["var(--rule)", "var(--bad)"]},
-    }
+    x = {"field": "bytes", "type": "quantitative", "scale": {**log, "domain": area[0]}}
+    x["axis"] = {"title": "MB read per token", "tickCount": 5, "format": "~g"}
+    y = {"type": "quantitative", "scale": {**log, "domain": area[1]}}
+    y["axis"] = {"title": "ms per token", "tickCount": 5, "format": "~g"}
+    names = list(dict.fromkeys(row["checkpoint"] for row in rows))
     colour = {
         "field": "checkpoint",
         "type": "nominal",
@@ -340,42 +322,71 @@ def roofline(record: dict[str, Any]) -> tuple[Spec, str] | None:
         "scale": {"domain": names, "range": [f"var(--line-{i % 6})" for i in range(len(names))]},
         "legend": {"title": None, "columns": 3, "symbolType": "circle"},
     }
-    ends = [line for i, line in enumerate(lines) if i % 2]
-    spec = {
-        "width": WIDTH,
-        "height": 300,
-        "encoding": {"x": x},
-        "resolve": {"scale": {"color": "independent"}},
-        "layer": [
+    layers: list[Spec] = []
+    for kind, stroke in (("guide", "var(--rule)"), ("ceiling", "var(--bad)")):
+        chosen = [line for line in lines if line["kind"] == kind]
+        text = "var(--ink-2)" if kind == "guide" else stroke
+        ends = [line for i, line in enumerate(chosen) if i % 2]
+        layers += [
             {
-                "data": {"values": lines},
-                "mark": {"type": "line", "strokeWidth": 1.5},
-                "encoding": {
-                    "y": {"field": "ms", **y},
-                    "color": stroke,
-                    "detail": {"field": "rate"},
-                },
+                "data": {"values": chosen},
+                "mark": {"type": "line", "strokeWidth": 1.5, "color": stroke},
+                "encoding": {"y": {"field": "ms", **y}, "detail": {"field": "rate"}},
             },
             {
                 "data": {"values": ends},
-                "mark": {"type": "text", "align": "right", "dx": -4, "dy": -6, "fontSize": 11,
-                         "color": "var(--ink-2)"},
+                "mark": {"type": "text", "align": "left", "dx": 4, "fontSize": 11, "color": text},
                 "encoding": {"y": {"field": "ms", **y}, "text": {"field": "rate"}},
             },
-            {
-                "data": {"values": rows},
-                "mark": {"type": "rule", "strokeWidth": 2},
-                "encoding": {
-                    "y": {"field": "low", **y},
-                    "y2": {"field": "high"},
-                    "color": colour,
-                },
-            },
-            {
-                "data": {"values": rows},
-                "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
-                "encoding": {"y": {"field": "ms", **y}, "color": colour},
-            },
-        ],
-    }  # fmt: skip
+        ]
+    layers += [
+        {
+            "data": {"values": rows},
+            "mark": {"type": "rule", "strokeWidth": 2},
+            "encoding": {"y": {"field": "low", **y}, "y2": {"field": "high"}, "color": colour},
+        },
+        {
+            "data": {"values": rows},
+            "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
+            "encoding": {"y": {"field": "ms", **y}, "color": colour},
+        },
+        {
+            "data": {"values": rows},
+            "mark": {"type": "text", "align": "left", "dx": 8, "fontSize": 11},
+            "encoding": {"y": {"field": "ms", **y}, "text": {"field": "arm"}},
+        },
+    ]
+    spec = {"width": WIDTH - 120, "height": 300, "encoding": {"x": x}, "layer": layers}
     return spec, "Time per token against bytes read per token; diagonals are constant rates"
+
+
+def _diagonals(
+    rows: list[dict[str, Any]], ceiling: float | None
+) -> tuple[list[dict[str, Any]], tuple[list[float], list[float]]]:
+    """Lines of constant rate (GB/s, which is MB per ms), two ends each, and the area drawn.
+
+    Guides stand at powers of ten around the rates achieved; one that would lie on the measured
+    ceiling is left out.
+    """
+    rates = [row["bytes"] / row["ms"] for row in rows]
+    left, right = min(r["bytes"] for r in rows) / 1.6, max(r["bytes"] for r in rows) * 1.6
+    power = 10.0 ** exponent(min(rates))
+    found = []
+    while power <= max(rates) * 10:
+        if ceiling is None or not 0.5 < power / ceiling < 2:
+            found.append((f"{power:g} GB/s", power, "guide"))
+        power *= 10
+    if ceiling is not None:
+        found.append((f"ceiling {ceiling:.3g} GB/s", ceiling, "ceiling"))
+    fastest = max(rate for _, rate, _ in found)
+    bottom = min([left / fastest, *(row["low"] for row in rows)]) / 1.2
+    top = max(row["high"] for row in rows) * 2
+    lines = []
+    for name, rate, kind in found:
+        start, end = max(left, bottom * rate), min(right, top * rate)
+        if start < end:
+            lines += [
+                {"rate": name, "kind": kind, "bytes": size, "ms": size / rate}
+                for size in (start, end)
+            ]
+    return lines, ([left, right], [bottom, top])

@@ -12,6 +12,7 @@ UNITS: dict[str, tuple[float, str, int | None]] = {
     "operations/token": (1.0, "", None),
     "launches/token": (1.0, "", None),
 }
+COUNTS = ("operations/token", "launches/token")
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 ABSENT = "–"
 
@@ -49,7 +50,8 @@ def show(figure: dict[str, Any] | None, spread: bool = True) -> str:
         if unit == "s":
             text = " s"
     scaled = [value * factor for value in values]
-    if all(isinstance(value, int) for value in values) and factor == 1:
+    whole = all(value == int(value) for value in values)
+    if whole and (unit in COUNTS or all(isinstance(value, int) for value in scaled)):
         places = 0
     else:
         places = decimals(*scaled)

@@ -479,23 +479,24 @@ def operation_counts(record: Record) -> Table:
 
 
 def ceilings(record: Record) -> Table:
+    """Achieved rates: of the whole token, and of terms that read at least a hundredth of it."""
     rows = []
     for checkpoint, found in record["ceilings"].items():
         for arm, ceiling in found["arms"].items():
-            parts = {"whole token": ceiling["whole"]}
-            parts |= {TERM_NAMES[term]: part for term, part in ceiling["terms"].items()}
+            if record["results"][checkpoint]["arms"][arm]["role"] == "null":
+                continue
+            least = ceiling["whole"]["bytes"]["value"] / 100
+            parts = {"whole token": ceiling["whole"]} | {
+                TERM_NAMES[term]: part
+                for term, part in ceiling["terms"].items()
+                if part["bytes"]["value"] >= least
+            }
             for name, part in parts.items():
-                rows.append(
-                    [
-                        code(checkpoint),
-                        code(arm),
-                        name,
-                        show(part["bytes"]),
-                        show(part["achieved"]),
-                        show(part["share"]),
-                    ]
-                )
+                figures = (show(part[key]) for key in ("bytes", "achieved", "share"))
+                rows.append([code(checkpoint), code(arm), name, *figures])
     head = ["checkpoint", "arm", "part", "bytes read per token", "achieved", "of the ceiling"]
+    if all(row[5] == ABSENT for row in rows):
+        return columns([row[:5] for row in rows], head[:5], 3)
     return columns(rows, head, 3)
 
 

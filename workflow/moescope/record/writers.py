@@ -70,6 +70,10 @@ class Markdown:
     def chart(self, name: str, caption: str) -> str:
         return ""
 
+    def fold(self, title: str, block: str) -> str:
+        """A long block; a page shows it on demand."""
+        return block
+
     def finish(self, text: str) -> str:
         """Blocks with one blank line between them."""
         return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
@@ -148,6 +152,10 @@ class Html:
             f'<figure><div class="scroll" tabindex="0">{svg}</div>'
             f"<figcaption>{self.inline(caption)}</figcaption></figure>\n"
         )
+
+    def fold(self, title: str, block: str) -> str:
+        """A long block that is shown on demand."""
+        return f"<details><summary>{self.inline(title)}</summary>\n{block}</details>\n"
 
     def finish(self, text: str) -> str:
         return re.sub(r"\n{2,}", "\n", text).strip() + "\n"
