@@ -1,0 +1,111 @@
+"""The measuring stages over the real worker: a tiny mixture of experts, and a dense model."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import stages
+import tiny
+from moescope.files import read_json
+from moescope.measure import stage as measure
+from moescope.runtimes.client import Worker
+from moescope.runtimes.environments import Interpreter
+from moescope.trace import stage as trace
+from moescope.verdict import parity
+from moescope.verdict.results import read_runs
+
+LIMITS = {"decided_gap": 2.0, "loop_period": 8, "loop_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    with Worker(tiny.arm_python(), dict(os.environ), tiny.ROOT) as worker:
+        for family in ("qwen3", "qwen3_moe"):
+            layout = worker.ask(
+                "layout", 60, package="mlx-lm", config=tiny.config(family), quantization=None
+            )
+            tiny.write(folder / family, layout)
+    return folder
+
+
+@pytest.fixture
+def make(models, tmp_path, monkeypatch):
+    stages.stand_in(monkeypatch)
+    monkeypatch.setenv("MOESCOPE_LOCK_DIR", str(tmp_path))
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "workflow").symlink_to(tiny.ROOT / "workflow")
+
+    def prepared(family, stage, params):
+        from moescope.checkpoints import materialise
+        from moescope.runtimes import environments
+
+        env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        monkeypatch.setattr(
+            environments, "ensure", lambda *_: Interpreter(Path(tiny.arm_python()), env)
+        )
+        monkeypatch.setattr(materialise, "ensure", lambda *_: models / family)
+        return stages.make(tmp_path, stage, "tiny", params, kind="synthetic")
+
+    return prepared
+
+
+ARMS = (
+    stages.arm("ref", "reference"),
+    stages.arm("again", "null"),
+    stages.arm("skip", "intervention", ["skip_experts"]),
+    stages.arm("slow", "intervention", ["delay_step=20ms"]),
+)
+
+
+def test_a_mixture_of_experts_is_measured(make):
+    task = make("qwen3_moe", "measure", stages.measure_params(ARMS, count=3))
+    measure.run(task)
+    rows = read_runs(task.out / "runs.jsonl")
+    assert len(rows) == 12
+    assert all(row["valid"] for row in rows), [row["why"] for row in rows]
+    tokens = {row["arm"]: row["tokens_sha256"] for row in rows}
+    assert tokens["ref"] == tokens["again"] == tokens["slow"] != tokens["skip"]
+    assert not any(row.get("flags") for row in rows)
+    per_token = {arm: [r["decode_s"] / 5 for r in rows if r["arm"] == arm] for arm in tokens}
+    assert min(per_token["slow"]) > 0.02 > min(per_token["ref"])
+    (process, _) = read_json(task.out / "environment.json")["processes"]
+    assert process["versions"]["mlx"] and len(process["library_sha256"]) == 64
+
+
+def test_a_dense_model_has_no_experts_to_skip(make):
+    task = make("qwen3", "measure", stages.measure_params(ARMS[:3], count=3))
+    measure.run(task)
+    assert {row["arm"] for row in read_runs(task.out / "runs.jsonl")} == {"ref", "again"}
+    assert list(read_json(task.out / "environment.json")["not_applicable"]) == ["skip"]
+
+
+def test_its_token_is_traced_and_its_tokens_are_right(make):
+    params = {
+        "checkpoint": "tiny",
+        "arm": ARMS[0],
+        "shape": stages.SHAPE,
+        "trace": {"passes": 2, "tokens": 4},
+        "limits": {"conservation": 0.02},
+        "guard": stages.GUARD,
+        "machine": stages.MACHINE,
+    }
+    task = make("qwen3_moe", "trace", params)
+    trace.run(task)
+    found = read_json(task.out / "trace.json", "moescope/trace/1")
+    assert found["instruments"] == ["scopes", "graph"]
+    assert found["conservation"]["worst"] < 0.02
+    assert found["same_tokens"] is True
+    assert found["operations"]["gather"] == 3 * found["moe_layers"] == 6
+    scopes = read_json(task.out / "scopes.json")
+    assert scopes["passes"][0]["terms_s"]["expert_gather"] > 0
+    assert scopes["plain_token_s"] > 0
+
+    arms = {arm["name"]: arm for arm in ARMS[:2]}
+    params = {"arms": arms, "shape": stages.SHAPE, "limits": LIMITS, "machine": stages.MACHINE}
+    task = make("qwen3_moe", "parity", params)
+    parity.run(task)
+    again = read_json(task.out / "parity.json")["arms"]["again"]
+    assert again["greedy"]["identical"] and again["forced"]["max_abs_logit"] == 0
+    assert again["forced"]["perplexity_ratio"] == 1 and again["void"] is None
