@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..errors import UserError
-from ..files import sha256_text
+from ..files import canonical, sha256_text
 from ..measure import admission
 from . import binary, output, process
 from .client import THREAD_VARIABLES, WorkerDied, WorkerError, usable_cores
@@ -96,6 +96,8 @@ class CommandWorker:
         if "packages" in manifest:
             package = manifest["package"]
             versions[package] = manifest["packages"][package]
+        # Here, so that it stands in every run.
+        versions["binary_sha256"] = self.tool.sha256
         self.ready = {
             "ready": True,
             "pid": None,
@@ -156,6 +158,11 @@ class CommandWorker:
     def stderr_tail(self) -> str:
         return self._tail
 
+    @property
+    def env(self) -> dict[str, str]:
+        """The whole environment of the command: the tool's, then the arm's variables."""
+        return self.environment() | self.settings
+
     # Requests.
 
     def _load(self, path: Path) -> dict[str, Any]:
@@ -211,7 +218,7 @@ class CommandWorker:
             "token_s": [],
             "build_s": None,
             "tokens": tokens,
-            "tokens_sha256": None if tokens is None else sha256_text(json.dumps(tokens)),
+            "tokens_sha256": None if tokens is None else sha256_text(canonical(tokens)),
             "finite": None,
             "peak_memory": run.get("peak_memory", ended.peak_memory),
             "tool_rate": run.get("tool_rate"),
@@ -257,12 +264,12 @@ class CommandWorker:
     ) -> None:
         words = self._words(prompt, tokens, batch)
         argv = command_line(self.tool, words)
-        env = self.environment() | {k: binary.fill(v, words) for k, v in extra.items()}
+        env = self.env | {k: binary.fill(v, words) for k, v in extra.items()}
         if "{prompt_file}" in " ".join(self.tool.invoke["argv"]):
             Path(words["prompt_file"]).write_text(json.dumps(prompt))
         Path(words["file"]).unlink(missing_ok=True)
         try:
-            self._process = process.Process(argv, env | self.settings)
+            self._process = process.Process(argv, env)
         except OSError as error:
             raise WorkerDied("crash", f"{Path(argv[0]).name}: {error.strerror}") from None
 

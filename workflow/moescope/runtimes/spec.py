@@ -275,7 +275,7 @@ def preset(name: str) -> Preset:
     except yaml.YAMLError as error:
         raise UserError(f"not YAML: {' '.join(str(error).split())}", where) from None
     except ValueError as error:
-        raise UserError(_first(error), where) from None
+        raise UserError(first(error), where) from None
 
 
 def resolve(runtime: CommandRuntime, where: str) -> dict[str, Any]:
@@ -338,14 +338,14 @@ def _part(model: type[Strict], base: dict[str, Any], over: dict[str, Any], where
     try:
         return model.model_validate({**base, **over})
     except ValueError as error:
-        raise UserError(_first(error), where) from None
+        raise UserError(first(error), where) from None
 
 
 def _dump(model: Strict) -> dict[str, Any]:
     return model.model_dump(mode="json", exclude_none=True)
 
 
-def _first(error: ValueError) -> str:
+def first(error: ValueError) -> str:
     """One line of a pydantic complaint."""
     from pydantic import ValidationError
 
