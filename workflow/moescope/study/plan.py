@@ -19,7 +19,7 @@ from .schema import Arm, Machine, PythonRuntime, Study, SyntheticSource
 CODE = {
     "fetch": ("checkpoints.fetch",),
     "inspect": ("checkpoints.inspect",),
-    "build": ("runtimes.build",),
+    "build": ("runtimes.build", "runtimes.environments"),
     "warmup": ("measure.warmup", "worker.load", "worker.decode"),
     "measure": ("measure.stage", "worker.load", "worker.decode", "worker.patches"),
     "trace": ("trace.stage", "worker.load", "worker.decode", "worker.scopes", "worker.graph"),

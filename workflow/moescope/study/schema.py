@@ -68,7 +68,7 @@ class Quantisation(Strict):
 
 
 class QuantisationOverride(Strict):
-    """For modules whose path matches (fnmatch); the first that matches decides."""
+    """For modules whose path matches (fnmatch); the last that matches decides."""
 
     match: str
     mode: Mode | None = None

@@ -1,0 +1,1 @@
+"""Checkpoints: where weights come from, what they are, what of them a token reads."""
