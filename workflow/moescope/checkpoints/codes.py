@@ -35,6 +35,11 @@ def to_e8m0(values: np.ndarray) -> np.ndarray:
     return np.clip(np.rint(np.log2(values)) + 127, 1, 254).astype(np.uint8)
 
 
+def ceil_e8m0(values: np.ndarray) -> np.ndarray:
+    """Positive values -> the code of the power of two that is not below: no value overflows."""
+    return np.clip(np.ceil(np.log2(values)) + 127, 1, 254).astype(np.uint8)
+
+
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     """[..., n] codes below 2**bits -> [..., n * bits / 32] uint32; n * bits divides by 32."""
     weights = 1 << np.arange(bits, dtype=np.uint8)
@@ -57,12 +62,12 @@ def quantise(rows: np.ndarray, mode: str, bits: int, group_size: int) -> dict[st
         return {"weight": pack(codes.reshape(rows.shape), bits), "scales": scale, "biases": low}
     largest = np.maximum(np.abs(grouped).max(-1), 1e-6)
     if mode == "mxfp8":
-        scales = to_e8m0(largest / 448)
+        scales = ceil_e8m0(largest / 448)
         codes = to_e4m3(np.abs(grouped) / np.exp2(scales.astype(np.float32) - 127)[..., None])
         codes |= np.where(grouped < 0, 128, 0).astype(np.uint8)
         return {"weight": pack(codes.reshape(rows.shape), 8), "scales": scales}
     if mode == "mxfp4":
-        scales = to_e8m0(largest / E2M1[-1])
+        scales = ceil_e8m0(largest / E2M1[-1])
         unit = np.exp2(scales.astype(np.float32) - 127)
     else:
         scales = to_e4m3(largest / E2M1[-1])
