@@ -374,13 +374,18 @@ class Tree:
 
     def _measure(self, name: str) -> None:
         arms = [arm for arm, entry in ARMS.items() if name in entry["checkpoints"]]
+        absent = {}
+        if not CHECKPOINTS[name]["experts"]:
+            why = "the model has no routed experts"
+            absent = {arm: why for arm in arms if ARMS[arm]["patches"]}
         params = {"checkpoint": name, "arms": {arm: ARMS[arm] for arm in arms}, "session": 1}
         folder = self._ingredients("measure", name, params, {})
         rows = []
         for number in range(self.rounds):
             host = 1 + (self.drift - 1) * self.random.random()
-            for position in range(len(arms)):
-                arm = arms[(position + number) % len(arms)]
+            present = [arm for arm in arms if arm not in absent]
+            for position in range(len(present)):
+                arm = present[(position + number) % len(present)]
                 rows += self._runs(name, arm, number, position, host)
         for row in rows:
             self.edit_run(row)
@@ -394,6 +399,10 @@ class Tree:
             "cores": 2,
             "memory": 8 * 2**30,
             "backend": "cpu",
+            "processes": [{"index": 0, "arms": arms, "load_s": 0.4 + len(name) / 100}],
+            "starts": 1,
+            "not_applicable": absent,
+            "unsupported": {},
         }
         if self.bandwidth:
             host["bandwidth"] = {"read": {"value": self.bandwidth, "min": self.bandwidth * 0.97,
@@ -403,9 +412,6 @@ class Tree:
     def _runs(self, name, arm, number, position, host) -> list[dict[str, Any]]:
         entry = CHECKPOINTS[name]
         patches = ARMS[arm]["patches"]
-        if patches and not entry["experts"]:
-            why = "not applicable: the model has no experts"
-            return [self._line(name, arm, number, position, 0, None, why)]
         token = entry["token_ms"] / 1e3 * self.slow.get(arm, 1.0)
         gather = MOE_SHARES["expert_gather"] * token
         if patches == ["skip_experts"]:
@@ -416,14 +422,14 @@ class Tree:
         rows = []
         if (name, arm, number) == ("qwen3-moe", "vlm", 2):
             why = "another process used 1.4 cores during the run"
-            rows.append(self._line(name, arm, number, position, 0, token * 1.4, why))
-        return [*rows, self._line(name, arm, number, position, len(rows), token, None)]
+            rows.append(self._line(name, arm, number, position, 1, token * 1.4, why))
+        return [*rows, self._line(name, arm, number, position, len(rows) + 1, token, None)]
 
     def _line(self, name, arm, number, position, attempt, token, why) -> dict[str, Any]:
         forwards = SHAPE["generate"] - 1
         row = {
             "schema": "moescope/run/1",
-            "id": f"r{number:02d}-{arm}" + (f"-a{attempt}" if attempt else ""),
+            "id": f"r{number:02d}-{arm}" + (f"-try{attempt}" if attempt > 1 else ""),
             "checkpoint": name,
             "arm": arm,
             "round": number,
@@ -435,8 +441,6 @@ class Tree:
             "valid": why is None,
             "why": why,
         }
-        if token is None:
-            return row
         return row | {
             "prompt_tokens": SHAPE["prompt"],
             "generated_tokens": SHAPE["generate"],
@@ -452,6 +456,7 @@ class Tree:
             "process": {"index": number, "versions": VERSIONS[ARMS[arm]["runtime"]]},
             "guard": {
                 "waited_s": 0.2,
+                "waited_out": False,
                 "samples": 4,
                 "busy_fraction": 0.0,
                 "peak_foreign_cpu": 0.04,
@@ -468,7 +473,8 @@ class Tree:
         for _ in range(3):
             this = wall * self.random.gauss(1, 0.02)
             terms = {term: this * share * self.scopes_sum for term, share in shares.items()}
-            passes.append({"wall_s": this, "tokens": 8, "terms_s": terms})
+            guard = {"attempts": 1, "busy_fraction": 0.0, "rejected": False}
+            passes.append({"wall_s": this, "tokens": 8, "terms_s": terms, "guard": guard})
         write_json(
             folder / "scopes.json",
             {
@@ -489,7 +495,10 @@ class Tree:
                 "schema": "moescope/trace/1",
                 "operations": {"total": 20 * len(shares) + 2, "astype": 2, "gather": 12},
                 "instruments": ["scopes", "graph"],
-                "not_measured": ["Kernel times: the backend cpu has no kernels"],
+                "not_measured": [],
+                "moe_layers": 4,
+                "conservation": {"worst": 0.002, "limit": 0.02},
+                "same_tokens": True,
             },
         )
         if self.kernels:
@@ -537,7 +546,12 @@ class Tree:
         folder = self._ingredients("parity", name, {"limits": LIMITS_PARITY}, {})
         write_json(
             folder / "parity.json",
-            {"schema": "moescope/parity/1", "reference": "vlm", "arms": arms},
+            {
+                "schema": "moescope/parity/1",
+                "reference": "vlm",
+                "repetition_excused": False,
+                "arms": arms,
+            },
         )
 
 

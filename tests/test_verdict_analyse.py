@@ -195,7 +195,7 @@ def test_two_recipes_of_one_model_are_refused_by_name(plain):
 def test_what_was_not_measured_is_said(plain):
     text = "\n".join(plain["not_measured"])
     assert "mlx-lm has no family for it" in text
-    assert "not applicable: the model has no experts" in text
+    assert "not applicable: the model has no routed experts" in text
     assert "void, repetition loop" in text
     assert "not of cuda and metal" in text
     assert "synthetic" in text and "bandwidth" in text

@@ -23,7 +23,7 @@ BOUNDS = ("than",)
 RATES = ("decode_rate", "token_ms", "prefill_rate", "tool_rate")
 RATES += ("build_ms", "build_share", "peak_memory")
 ARM = ("role", "runtime", "env", "patches", "absent", "void", *RATES)
-ARM += ("same_tokens_every_round", "against", "removes", "cold")
+ARM += ("same_tokens_every_round", "same_tokens", "against", "removes", "cold")
 
 
 def assemble(task: Task) -> dict[str, Any]:
@@ -74,6 +74,10 @@ def assemble(task: Task) -> dict[str, Any]:
     }
 
 
+# What environment.json says beside the host: processes and arms of one checkpoint.
+NO_HOST = ("schema", "bandwidth", "processes", "starts", "not_applicable", "unsupported")
+
+
 def _measured(results: Results, checkpoints: dict[str, Any]) -> dict[str, str]:
     """When the first and the last run began; the record has no other date."""
     found = [results.runs(name) for name in checkpoints]
@@ -88,8 +92,7 @@ def _hosts(results: Results, checkpoints: dict[str, Any]) -> list[dict[str, Any]
         found = results.json("measure", name, "environment.json", "moescope/host/1")
         if found is None:
             continue
-        facts = {key: value for key, value in found.value.items() if key != "schema"}
-        facts.pop("bandwidth", None)
+        facts = {key: value for key, value in found.value.items() if key not in NO_HOST}
         same = next((host for host in hosts if host["as_written"] == facts), None)
         if same is None:
             hosts.append({"as_written": facts, "checkpoints": [name], "file": found.file})
@@ -237,8 +240,11 @@ def _parity(results: Results, name: str) -> dict[str, Any]:
     if found is None:
         return {}
     return {
-        arm: {key: _sourced(value, key, [found.file]) for key, value in entry.items()}
-        for arm, entry in found.value["arms"].items()
+        "repetition_excused": bool(found.value.get("repetition_excused")),
+        "arms": {
+            arm: {key: _sourced(value, key, [found.file]) for key, value in entry.items()}
+            for arm, entry in found.value["arms"].items()
+        },
     }
 
 

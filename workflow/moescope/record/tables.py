@@ -186,6 +186,11 @@ def notes(record: Record, checkpoint: str) -> list[str]:
     if result["runs"]["valid"]:
         counted = show(result["runs"]["valid"])
         lines.append(f"Runs: {counted} used, {show(result['runs']['rejected'])} rejected.")
+        if result["runs"]["not_quiet"]["value"]:
+            lines.append(
+                f"**{show(result['runs']['not_quiet'])} of them began on a host that was not "
+                "quiet**, after the longest wait that the study allows."
+            )
     noise = result["noise"]
     if noise and noise["decode"]:
         lines.append(
@@ -371,13 +376,23 @@ def instrument(record: Record) -> Table:
                     show(found["plain_ms"]),
                     show(found["slowed"]),
                     show(found["sum"]),
-                    plain(found["refused"]) if found["refused"] else "used",
+                    _use(found, record["results"][checkpoint]["arms"][arm]["same_tokens"]),
                 ]
             )
     head = ["checkpoint", "arm", "instrumented ms/token", "plain ms/token", "slowed by"]
     table = columns(rows, [*head, "terms ÷ wall", "attribution"], 2)
     table.numbers.discard(6)
     return table
+
+
+def _use(found: dict[str, Any], same_tokens: bool | None) -> str:
+    """Whether an attribution is used, and with which reservation."""
+    if found["refused"]:
+        return f"refused: {plain(found['refused'])}"
+    doubts = ["the host was not quiet"] if found["disturbed"] else []
+    if same_tokens is False:
+        doubts.append("it generated other tokens than the plain pass")
+    return "used" + (f", but {' and '.join(doubts)}" if doubts else "")
 
 
 def kernels(found: dict[str, Any], most: int = 20) -> Table:
@@ -512,8 +527,10 @@ def bandwidths(record: Record) -> list[str]:
 
 def parity(record: Record) -> Table:
     rows = []
-    for checkpoint, arms in record["parity"].items():
-        for arm, entry in arms.items():
+    for checkpoint, found in record["parity"].items():
+        for arm, entry in found.get("arms", {}).items():
+            if record["results"][checkpoint]["arms"][arm]["absent"]:
+                continue
             greedy, forced = entry.get("greedy") or {}, entry.get("forced") or {}
             same = "identical"
             if not greedy.get("identical"):
@@ -538,6 +555,13 @@ def parity(record: Record) -> Table:
     table = columns(rows, head, 3)
     table.numbers.discard(7)
     return table
+
+
+def excused(record: Record) -> list[str]:
+    """Checkpoints whose reference repeats itself on random weights, so that a loop voids no arm."""
+    return [
+        code(name) for name, found in record["parity"].items() if found.get("repetition_excused")
+    ]
 
 
 def _plain_count(figure: dict[str, Any] | None) -> str:

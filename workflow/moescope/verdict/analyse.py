@@ -71,6 +71,7 @@ class Checkpoint:
             "inspect", name, "architecture.json", "moescope/architecture/1"
         )
         self.host = results.json("measure", name, "environment.json", "moescope/host/1")
+        self.absent = {arm: self._absent(arm) for arm in self.arms}
         self.void = {arm: self._void(arm) for arm in self.arms}
 
     def analysed(self) -> dict[str, Any]:
@@ -112,6 +113,8 @@ class Checkpoint:
         return self.results.json("trace", f"{self.name}.{arm}", "trace.json", "moescope/trace/1")
 
     def _void(self, arm: str) -> str | None:
+        if self.absent[arm]:
+            return None
         parity = self.parity.value["arms"].get(arm) if self.parity else None
         trace = self._trace(arm)
         return of_arms.void(self._valid(arm), self.params["shape"], parity, trace and trace.value)
@@ -133,7 +136,7 @@ class Checkpoint:
             "runtime": arm["runtime"],
             "env": arm.get("env", {}),
             "patches": arm.get("patches", []),
-            "absent": self._absent(name),
+            "absent": self.absent[name],
             "void": self.void[name],
         }
         if runs:
@@ -172,6 +175,10 @@ class Checkpoint:
             return "the study does not measure it there"
         if self._valid(name):
             return None
+        for kind in ("not_applicable", "unsupported"):
+            why = (self.host.value if self.host else {}).get(kind, {}).get(name)
+            if why:
+                return f"{kind.replace('_', ' ')}: {why}"
         reasons = [run["why"] for run in self.runs.value if run["arm"] == name]
         return f"no valid run: {reasons[-1]}" if reasons else "no run of it is recorded"
 
@@ -198,7 +205,10 @@ class Checkpoint:
         terms = self.results.json("trace", subject, "terms.json", "moescope/terms/1")
         trace = self._trace(name)
         return {
-            "scopes": attribution.scopes(scopes, limits["conservation"]) if scopes else None,
+            "scopes": attribution.scopes(scopes, limits["conservation"])
+            if scopes and scopes.value["passes"]
+            else None,
+            "same_tokens": (trace.value if trace else {}).get("same_tokens"),
             "kernels": attribution.kernels(kernels, terms, limits)
             if kernels and kernels.value
             else None,
@@ -230,7 +240,7 @@ class Checkpoint:
         found = self.results.json(
             "warmup", f"{self.name}.{name}", "warmup.json", "moescope/warmup/1"
         )
-        if found is None:
+        if found is None or "load_s" not in found.value:
             return None
         return {
             "load": figure([found.value["load_s"]], "s", [found.file]),
@@ -261,9 +271,13 @@ class Checkpoint:
     def _counts(self) -> dict[str, Any]:
         rows, file = self.runs.value, self.runs.file
         if not rows:
-            return {"valid": None, "rejected": None}
+            return {"valid": None, "rejected": None, "not_quiet": None}
+        loud = [
+            run["id"] for run in rows if run["valid"] and run.get("guard", {}).get("waited_out")
+        ]
         valid = [run["id"] for run in rows if run["valid"]]
         return {
             "valid": figure([len(valid)], "runs", [file], valid) if valid else None,
             "rejected": figure([len(rows) - len(valid)], "runs", [file]),
+            "not_quiet": figure([len(loud)], "runs", [file], loud),
         }

@@ -12,10 +12,11 @@ from .statistics import Figure, adopt, figure, fit_line
 def scopes(found: Found, limit: float) -> dict[str, Any]:
     """The instrumented pass: per term ms per token, share of its wall and lead over the others.
 
-    found: scopes.json. The terms of each pass must add up to its wall within ``limit`` (a
+    found: scopes.json with at least one pass; disturbed passes are left out where there are
+    others. The terms of each pass must add up to its wall within ``limit`` (a
     share); otherwise "refused" says by how much, and the attribution is not used.
     """
-    files, tokens, passes = [found.file], found.value["tokens"], found.value["passes"]
+    files, tokens, passes = [found.file], found.value["tokens"], quiet_passes(found)
     walls = [entry["wall_s"] for entry in passes]
     names = [term for term in TERMS if any(term in entry["terms_s"] for entry in passes)]
     seconds = {term: [entry["terms_s"].get(term, 0.0) for entry in passes] for term in names}
@@ -45,6 +46,7 @@ def scopes(found: Found, limit: float) -> dict[str, Any]:
         "plain_ms": figure([plain * 1e3], "ms/token", files) if plain else None,
         "slowed": figure(slowed, "ratio", files) if slowed else None,
         "sum": figure(sums, "share", files),
+        "disturbed": any(_disturbed(entry) for entry in passes),
         "refused": None
         if gap <= limit
         else f"the terms add up to {min(sums):.3f} to {max(sums):.3f} of the pass's wall, "
@@ -52,6 +54,16 @@ def scopes(found: Found, limit: float) -> dict[str, Any]:
         "largest": max(names, key=lambda term: statistics.median(shares[term])),
         "terms": terms,
     }
+
+
+def quiet_passes(found: Found) -> list[dict[str, Any]]:
+    """The passes that nothing disturbed or, if all were, all of them."""
+    passes = found.value["passes"]
+    return [entry for entry in passes if not _disturbed(entry)] or passes
+
+
+def _disturbed(entry: dict[str, Any]) -> bool:
+    return bool((entry.get("guard") or {}).get("rejected"))
 
 
 # Patch of an intervention -> the terms that it takes out of the token.
@@ -74,7 +86,7 @@ def removed(patches: list[str], found: Found | None, traced: dict[str, Any] | No
         return None
     shares = []
     if found is not None:
-        for entry in found.value["passes"]:
+        for entry in quiet_passes(found):
             shares.append(sum(entry["terms_s"].get(term, 0.0) for term in terms) / entry["wall_s"])
     parts = (
         [traced["terms"][term]["share"] for term in terms if term in traced["terms"]]

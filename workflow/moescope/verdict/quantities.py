@@ -75,6 +75,8 @@ def _arm(subject: dict[str, Any], arm: str) -> dict[str, Any]:
     found = subject["arms"].get(arm)
     if found is None:
         raise NotMeasuredError(f"the arm {arm} is not measured on this checkpoint")
+    if found["absent"]:
+        raise NotMeasuredError(f"the arm {arm}: {found['absent']}")
     if found["void"]:
         raise NotMeasuredError(f"the arm {arm} is void: {found['void']}")
     return found
