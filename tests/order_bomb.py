@@ -41,7 +41,7 @@ def graph(rng):
             made.append(mx.concatenate([a, b, a])[:2])
         else:
             made.append(a + b)
-    outputs = rng.sample(made[3:], 3) + [made[-1], bombs[0]]
+    outputs = [*rng.sample(made[3:], 3), made[-1], bombs[0]]
     rng.shuffle(outputs)
     return made, bombs, outputs
 

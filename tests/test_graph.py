@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+
 import tiny
 from moescope.runtimes.client import Worker
 

@@ -1,0 +1,86 @@
+"""The kernels command around a CUPTI of our own: marks, what is recorded, what is refused."""
+
+import gzip
+import json
+
+import pytest
+
+import tiny
+from moescope.runtimes.client import Worker, WorkerError
+
+TOKENS = 4
+
+
+@pytest.fixture(scope="module")
+def model(root, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kernels") / "model"
+    with Worker(tiny.arm_python(), {"PATH": "/usr/bin:/bin"}, root) as worker:
+        layout = worker.ask("layout", 30, package="mlx-lm", config=tiny.config("qwen3_moe"))
+        tiny.write(folder, layout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def worker(root, model):
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root / "tests" / "fake_cupti")}
+    with Worker(tiny.arm_python(), env, root, settings={"MOESCOPE_BEFORE_MLX": "cupti"}) as worker:
+        worker.ask("load", 60, package="mlx-lm", path=str(model))
+        yield worker
+
+
+def events(path):
+    with gzip.open(path, "rt") as file:
+        return json.load(file)
+
+
+def kernels(worker, path, **arguments):
+    reply = worker.ask(
+        "kernels", 60, prompt=tiny.PROMPT, tokens=TOKENS, save=str(path), **arguments
+    )
+    return reply, events(path)
+
+
+def test_marks_tell_the_steps_apart(worker, tmp_path):
+    reply, found = kernels(worker, tmp_path / "e.json.gz")
+    assert found["schema"] == "moescope/events/1"
+    marks = found["marks"]
+    assert marks[0][:2] == ["begin", 0] and marks[-1][:2] == ["end", TOKENS]
+    assert [time for *_, time in marks] == sorted(time for *_, time in marks)
+    # Step 0 is the prompt's last position; one step is always built ahead of the token.
+    what = [(name, step) for name, step, _ in marks[1:-1]]
+    expected = [("built", 0), ("taken", 0)]
+    for token in range(TOKENS):
+        expected += [("built", token + 1), ("taken", token + 1), ("token", token)]
+    assert what == expected
+    assert reply["generated_tokens"] == TOKENS == len(reply["token_ns"])
+    assert 0 < reply["kernels"] == len(found["kernels"]["rows"])
+    assert reply["kernel_s"] == pytest.approx(reply["kernels"] * 500e-9)
+
+
+def test_only_launches_or_all_calls(worker, tmp_path):
+    launches = {"cudaLaunchKernelExC"}
+    _, found = kernels(worker, tmp_path / "a.json.gz")
+    assert set(found["calls"]["names"]) == launches
+    _, found = kernels(worker, tmp_path / "b.json.gz", calls="all")
+    assert set(found["calls"]["names"]) == launches | {"cudaMalloc"}
+    _, found = kernels(worker, tmp_path / "c.json.gz", calls="none")
+    assert found["calls"] == {"names": [], "rows": []}
+    with pytest.raises(WorkerError, match="launches, all or none"):
+        kernels(worker, tmp_path / "d.json.gz", calls="some")
+
+
+def test_order_exports_the_graph_of_each_step(worker, tmp_path):
+    _, found = kernels(worker, tmp_path / "e.json.gz", order=True)
+    assert found["ranges"] is None  # the CPU's library has no ranges
+    assert set(found["steps"]) == {str(step) for step in range(1, TOKENS + 1)}
+    graph = worker.ask("graph", 60, prompt=tiny.PROMPT)
+    assert found["sequences"][found["steps"]["2"]] == graph["sequence"]
+    assert [mark[0] for mark in found["marks"]].count("taken") == TOKENS + 1
+
+
+def test_a_worker_without_cupti_says_how_to_start_it(root, model, tmp_path):
+    with Worker(tiny.arm_python(), {"PATH": "/usr/bin:/bin"}, root) as worker:
+        worker.ask("load", 60, package="mlx-lm", path=str(model))
+        with pytest.raises(WorkerError, match="MOESCOPE_BEFORE_MLX=cupti") as error:
+            kernels(worker, tmp_path / "e.json.gz")
+    assert error.value.kind == "unsupported"
