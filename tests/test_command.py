@@ -335,3 +335,18 @@ def test_processes_end_with_their_children_and_say_their_memory():
     assert not state.exists() or state.read_text().split()[2] == "Z"
     assert process.run(["/no/such/tool"], {}, 1).status is None
     assert process.run([sys.executable, "-c", "import os; os.abort()"], {}, 20).status == 134
+
+
+def test_a_real_tool_agrees_with_the_in_process_arm(tmp_path):
+    """Here three short pairs on a host that may be loaded; tests/agreement.py measures well."""
+    import agreement
+
+    model = agreement.checkpoint(tmp_path / "model")
+    rows = agreement.pairs(model, rounds=3, generate=17)
+    ratios = sorted(row["ratio"] for row in rows)
+    print(f"tool / worker: {agreement.summary(rows, 'ratio')}, n = {len(rows)}")
+    assert 0.85 < ratios[1] < 1.15, rows
+    for row in rows:
+        # The tool's own convention counts the prefill's token: 17 over 16 intervals.
+        assert row["tool_own"] / row["tool"] == pytest.approx(17 / 16, rel=1e-6)
+        assert row["worker_own"] / row["worker"] == pytest.approx(17 / 16, rel=1e-6)
