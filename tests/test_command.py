@@ -338,14 +338,14 @@ def test_processes_end_with_their_children_and_say_their_memory():
 
 
 def test_a_real_tool_agrees_with_the_in_process_arm(tmp_path):
-    """Here three short pairs on a host that may be loaded; tests/agreement.py measures well."""
+    """Here three short pairs on a host that may be loaded, so each side's fastest counts;
+    tests/agreement.py measures well."""
     import agreement
 
     model = agreement.checkpoint(tmp_path / "model")
     rows = agreement.pairs(model, rounds=3, generate=17)
-    ratios = sorted(row["ratio"] for row in rows)
-    print(f"tool / worker: {agreement.summary(rows, 'ratio')}, n = {len(rows)}")
-    assert 0.85 < ratios[1] < 1.15, rows
+    fastest = [max(row[name] for row in rows) for name in ("tool", "worker")]
+    assert 0.75 < fastest[0] / fastest[1] < 1.33, rows
     for row in rows:
         # The tool's own convention counts the prefill's token: 17 over 16 intervals.
         assert row["tool_own"] / row["tool"] == pytest.approx(17 / 16, rel=1e-6)
