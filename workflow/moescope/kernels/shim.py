@@ -1,0 +1,160 @@
+"""The kernels' text on a CPU: compiled as C++ over a thin layer of its language, run lane by lane.
+
+For tests. It shows that unpacking, addressing, routing, reductions and rounding are right and that
+no thread waits for one that never comes; it cannot show speed, memory order between threads, a
+compiler's own arithmetic (contraction, fast exponentials) or what a real device refuses.
+"""
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from . import cuda, metal, source
+from .common import check, dynamic_names, static_inputs
+from .layout import Geometry, cut
+from .spec import Spec, Tensors
+
+FOLDER = Path(__file__).parent / "shim"
+LIMIT_S = 120
+TYPES = {
+    mx.bfloat16: {"cuda": "__nv_bfloat16", "metal": "bfloat16_t"},
+    mx.float16: {"cuda": "__half", "metal": "half"},
+    mx.float32: {"cuda": "float", "metal": "float"},
+    mx.uint32: {"cuda": "unsigned", "metal": "uint"},
+    mx.int32: {"cuda": "int", "metal": "int"},
+    mx.uint8: {"cuda": "unsigned char", "metal": "uchar"},
+}
+
+
+def compile_text(language: str, header: str, body: str, inputs: dict[str, Any], output: str) -> Any:
+    """A function (void** inputs, void* output, int blocks, int threads) from a kernel's text.
+
+    output: name and type of the kernel's output, as "out bfloat16". Raises subprocess errors with
+    the compiler's message, TimeoutExpired after two minutes.
+    """
+    name, kind = output.split()
+    pointers = [f"const {TYPES[a.dtype][language]}* {n}" for n, a in inputs.items()]
+    casts = [
+        f"  const auto {n} = (const {TYPES[a.dtype][language]}*)given[{i}];"
+        for i, (n, a) in enumerate(inputs.items())
+    ]
+    out = TYPES[getattr(mx, kind)][language]
+    parameters = ", ".join([*pointers, f"{out}* {name}"])
+    lines = [
+        f'#include "{language}.h"',
+        header,
+        f"static void kernel({parameters}) {{\n{body}\n}}",
+        'extern "C" void run(void** given, void* to, int blocks, int threads) {',
+        *casts,
+        f"  const auto {name} = ({out}*)to;",
+        "  const std::function<void()> one = [=] { kernel(" + ", ".join([*inputs, name]) + "); };",
+        "  for (int b = 0; b < blocks; ++b) lanes::run_block(b, blocks, threads, one);",
+        "}",
+    ]
+    text = "\n".join(lines)
+    stamp = hashlib.sha256((text + _headers()).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"moescope-shim-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"{stamp}.so"
+    if not library.exists():
+        made = folder / f"{stamp}.{os.getpid()}.so"
+        command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off"]
+        done = subprocess.run(
+            [*command, f"-I{FOLDER}", "-x", "c++", "-", "-o", str(made)],
+            input=text,
+            text=True,
+            capture_output=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"the shim does not compile:\n{done.stderr[:4000]}")
+        made.replace(library)
+    return ctypes.CDLL(str(library)).run
+
+
+def _headers() -> str:
+    return "".join(p.read_text(encoding="utf-8") for p in sorted(FOLDER.glob("*.h")))
+
+
+def call(run: Any, inputs: dict[str, Any], size: int, blocks: int, threads: int) -> bytearray:
+    """Run a compiled kernel over bytes of the inputs; the output's bytes start as 0xff."""
+    buffers = []
+    for array in inputs.values():
+        flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+        mx.eval(flat)
+        data = bytes(memoryview(flat))
+        holder = (ctypes.c_char * (len(data) + 64))()
+        at = -ctypes.addressof(holder) % 32
+        ctypes.memmove(ctypes.addressof(holder) + at, data, len(data))
+        buffers.append((holder, ctypes.addressof(holder) + at))
+    pointers = (ctypes.c_void_p * len(buffers))(*(address for _, address in buffers))
+    raw = (ctypes.c_char * (size + 64))()
+    at = -ctypes.addressof(raw) % 32
+    ctypes.memset(ctypes.addressof(raw), 0xFF, size + 64)
+    run(pointers, ctypes.c_void_p(ctypes.addressof(raw) + at), blocks, threads)
+    return bytearray(ctypes.string_at(ctypes.addressof(raw) + at, size))
+
+
+def array_of(data: bytes | bytearray, dtype: Any) -> Any:
+    """Bytes as a flat array."""
+    return mx.array(memoryview(data).cast("B").tolist(), mx.uint8).view(dtype)
+
+
+def block(
+    language: str, spec: Spec, tensors: Tensors, *dynamic: Any, chosen: Geometry | None = None
+) -> dict[str, Any]:
+    """Both halves of a block on the CPU: {"y" [out], "chosen", "weights", "middle": bytes}.
+
+    dynamic: the inputs that ``dynamic_names`` lists; chosen: the geometry (three blocks in all).
+    """
+    check(spec)
+    chosen = chosen or Geometry(blocks=3, prefetch=0)
+    prefetch = language == "cuda" and chosen.prefetch > 0
+    first, second = static_inputs(spec, tensors, prefetch)
+    first = dict(zip(dynamic_names(spec), dynamic, strict=True)) | first
+    shared = spec.shared
+    if language == "cuda":
+        plan = cut(spec, chosen)
+        rows = cuda.prefetch_rows(spec, chosen) if prefetch else 0
+        halves = (
+            cuda.first_half(spec, plan, rows, cuda.MATH),
+            cuda.second_half(spec, plan, cuda.MATH),
+        )
+        at = source.middle(spec)
+        size = at["MID_BYTES"]
+        launches = (
+            (chosen.blocks, plan.tiles * plan.warps * 32),
+            (spec.out // 16, (spec.router.top_k * plan.split + plan.shared_split) * 32),
+        )
+        offsets = (at["MID_CHOSEN"], at["MID_WEIGHT"])
+        kind = "uint32"
+    else:
+        groups = chosen.tiles or 2
+        halves = metal.halves(spec, groups, "\n")
+        size = metal.middle_size(spec) * 4
+        rows = spec.router.top_k * spec.width + (shared.width if shared else 0)
+        launches = (
+            (-(-rows // metal.ROWS // groups) + 1, groups * 32),
+            (-(-(spec.out // metal.ROWS) // groups), groups * 32),
+        )
+        offsets = (4 * rows, 4 * rows + 128)
+        kind = "float32"
+    run = compile_text(language, *halves[0], first, f"middle {kind}")
+    middle = call(run, first, size, *launches[0])
+    second = {"middle": array_of(middle, getattr(mx, kind))} | second
+    run = compile_text(language, *halves[1], second, f"out {spec.dtype}")
+    out = call(run, second, spec.out * 2, *launches[1])
+    k = spec.router.top_k
+    return {
+        "y": array_of(out, getattr(mx, spec.dtype)),
+        "chosen": array_of(middle[offsets[0] : offsets[0] + 4 * k], mx.uint32),
+        "weights": array_of(middle[offsets[1] : offsets[1] + 4 * k], mx.float32),
+        "middle": bytes(middle),
+    }

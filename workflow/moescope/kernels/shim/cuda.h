@@ -1,0 +1,86 @@
+// prelude.cuh's names for a CPU; mma does what the tensor cores' m16n8k16 does, lane by lane.
+#pragma once
+#include "lanes.h"
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+#define FN inline
+#define TG
+#define __shared__ static
+#define __syncthreads() lanes::meet(lanes::block.all, lanes::block.threads)
+struct Place { int x; };
+#define threadIdx Place{lanes::thread()}
+#define blockIdx Place{lanes::block.index}
+#define gridDim Place{lanes::block.blocks}
+struct uint4 { u32 x, y, z, w; };
+struct uint2 { u32 x, y; };
+struct float4 { float x, y, z, w; };
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+struct __nv_bfloat16 { u16 bits; };
+struct __half { u16 bits; };
+template <class T> inline T min(T a, T b) { return b < a ? b : a; }
+template <class T> inline T max(T a, T b) { return a < b ? b : a; }
+
+inline int lane_id() { return lanes::lane(); }
+inline float as_float(u32 v) { return lanes::bits_float(v); }
+inline u32 as_bits(float v) { return lanes::float_bits(v); }
+inline float fast_exp(float v) { return std::exp(v); }
+inline float shuffle(float v, int lane) { return lanes::shuffle(v, lane); }
+inline u32 shuffle(u32 v, int lane) { return lanes::shuffle(v, lane); }
+inline float shuffle_xor(float v, int mask) { return lanes::shuffle(v, lanes::lane() ^ mask); }
+inline u32 warp_max(u32 v) { return lanes::fold(v, [](u32 a, u32 b) { return a < b ? b : a; }); }
+inline u32 warp_min(u32 v) { return lanes::fold(v, [](u32 a, u32 b) { return a < b ? a : b; }); }
+inline void warp_barrier() { lanes::shuffle(0u, 0); }
+inline void group_barrier(int id, int count) { lanes::meet(lanes::block.named[id], count); }
+inline u32 permute(u32 a, u32 b, u32 selector) {
+  const u64 both = (u64)b << 32 | a;
+  u32 r = 0;
+  for (int i = 0; i < 4; ++i) r |= (u32)((both >> (8 * ((selector >> (4 * i)) & 7))) & 255) << (8 * i);
+  return r;
+}
+inline u32 funnel(u32 low, u32 high, u32 shift) { return (u32)(((u64)high << 32 | low) >> shift); }
+inline u32 mask_or(u32 v, u32 mask, u32 bits) { return (v & mask) | bits; }
+inline u32 round_bf16(float v) { return lanes::to_bf16(v); }
+inline u32 multiply_bf16x2(u32 a, u32 b) {
+  return round_bf16(as_float(a << 16) * as_float(b << 16)) |
+         round_bf16(as_float(a & 0xffff0000u) * as_float(b & 0xffff0000u)) << 16;
+}
+inline float half_to_float(u32 bits) { return lanes::from_half(bits); }
+inline u32 round_half(float v) { return lanes::to_half(v); }
+inline float to_float(__nv_bfloat16 v) { return as_float((u32)v.bits << 16); }
+inline float to_float(__half v) { return half_to_float(v.bits); }
+inline float to_float(float v) { return v; }
+template <class T> inline T read(const void* p) {
+  if ((uintptr_t)p % (sizeof(T) < 16 ? sizeof(T) : 16)) {
+    std::fprintf(stderr, "a load of %zu bytes at a misaligned address\n", sizeof(T));
+    std::abort();
+  }
+  T v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline uint4 stream16(const void* p) { return read<uint4>(p); }
+inline uint4 load16(const void* p) { return read<uint4>(p); }
+inline uint2 load8(const void* p) { return read<uint2>(p); }
+inline u32 load4(const void* p) { return read<u32>(p); }
+inline u32 load2(const void* p) { return read<u16>(p); }
+inline u32 load1(const void* p) { return read<u8>(p); }
+inline void prefetch_l2(const void* p, u32 bytes) {
+  if ((uintptr_t)p % 16 || bytes % 16) std::abort();
+}
+inline void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const u32 given[6] = {a0, a1, a2, a3, b0, b1};
+  const auto all = lanes::show(given, 6);
+  const int lane = lanes::lane(), g = lane >> 2, q = lane & 3;
+  const auto half = [](u32 v, int upper) { return lanes::bits_float(upper ? v & 0xffff0000u : v << 16); };
+  for (int c = 0; c < 4; ++c) {
+    const int row = g + 8 * (c >> 1), column = 2 * q + (c & 1);
+    for (int k = 0; k < 16; ++k) {
+      const int from = (k & 7) >> 1, upper = k & 1, second = k >> 3;
+      const float a = half(all[(row & 7) * 4 + from][2 * second + (row >> 3)], upper);
+      const float b = half(all[column * 4 + from][4 + second], upper);
+      d[c] += a * b;
+    }
+  }
+}

@@ -1,0 +1,133 @@
+"""Kernel text: constants of a spec before the shared sources, includes expanded, comments gone.
+
+A kernel's text is built and hashed by MLX at every call, so it carries nothing that it can do without.
+"""
+
+import hashlib
+import re
+from functools import cache
+from pathlib import Path
+
+from .spec import Router, Spec
+from .weights import CHUNK, Format
+
+SOURCES = Path(__file__).parent / "sources"
+
+TYPES = {"bfloat16": 1, "float16": 2}
+SCORES = {"logit": 0, "softmax": 1, "sigmoid": 2, "sqrt_softplus": 3}
+SELECTS = {"top_k": 0, "table": 1, "given": 2, "sparsemixer": 3}
+WEIGHTS = {"score": 0, "sum": 1, "softmax": 2, "softmax_loose": 3, "logsigmoid": 4}
+SHARED_WEIGHTS = {"one": 0, "gate": 1, "router": 2}
+ACTIVATIONS = {"swiglu": 0, "swiglu_clamped": 1, "geglu": 2, "swiglu_oai": 3, "relu2": 4}
+CODES = {
+    ("affine", 4): "Affine4",
+    ("affine", 6): "Affine6",
+    ("affine", 8): "Affine8",
+    ("mxfp4", 4): "E2M1",
+    ("nvfp4", 4): "E2M1",
+    ("mxfp8", 8): "E4M3",
+    ("dense", 16): "Dense16",
+}
+
+
+@cache
+def text(name: str) -> str:
+    """A source file with its own includes of other source files expanded, comments removed."""
+    raw = (SOURCES / name).read_text(encoding="utf-8")
+
+    def include(match: re.Match[str]) -> str:
+        return text(match[1])
+
+    raw = re.sub(r'^#include "([\w.]+)"$', include, raw, flags=re.M)
+    lines = (re.sub(r"\s*//.*$", "", line).strip() for line in raw.splitlines())
+    return "\n".join(line for line in lines if line)
+
+
+def digest(*parts: str) -> str:
+    """Ten hex digits: what a kernel's name ends in."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:10]
+
+
+def number(value: float) -> str:
+    """A float32 constant."""
+    return f"{float(value)!r}f".replace("inff", "INFINITY")
+
+
+def defines(values: dict[str, object]) -> str:
+    """One #define a line."""
+    return "\n".join(f"#define {name} {value}" for name, value in values.items())
+
+
+def projection(name: str, form: Format) -> str:
+    """A format as the type that the sources take."""
+    scale = 0
+    if form.mode == "affine":
+        scale = TYPES[form.scale]
+    elif form.mode in ("mxfp4", "mxfp8"):
+        scale = 3
+    elif form.mode == "nvfp4":
+        scale = 4
+    group = form.group if form.mode != "dense" else CHUNK
+    return (
+        f"struct {name} {{ typedef {CODES[form.mode, form.bits]} W; "
+        f"static constexpr int GROUP = {group}, SCALE = {scale}; "
+        f"static constexpr bool BIAS = {'true' if form.mode == 'affine' else 'false'}; }};"
+    )
+
+
+def router_values(router: Router, dtype: str) -> dict[str, object]:
+    """What router.h and route.body are compiled for."""
+    return {
+        "ROUTER_E": router.experts,
+        "ROUTER_K": router.top_k,
+        "ROUTER_LOGITS": max(router.logits, 1),
+        "ROUTER_TYPE": TYPES[dtype] if router.rounded else 0,
+        "ROUTER_SELECT": SELECTS[router.select],
+        "ROUTER_SCORE": SCORES[router.score],
+        "ROUTER_BIAS": int(router.bias),
+        "ROUTER_HIGH": "true" if router.high else "false",
+        "ROUTER_WEIGHT": WEIGHTS[router.weight],
+        "ROUTER_EPSILON": number(router.epsilon),
+        "ROUTER_FACTOR": number(router.factor),
+        "ROUTER_JITTER": number(2 * router.jitter),
+        "ROUTER_SHARED": router.shared,
+        "EXPERT_FACTOR": 2 if router.expert_factor else 0,
+    }
+
+
+def block_values(spec: Spec) -> dict[str, object]:
+    """Shape and arithmetic of a block, common to both halves."""
+    shared = spec.shared
+    return {
+        "TYPE": TYPES[spec.dtype],
+        "HIDDEN": spec.hidden,
+        "WIDTH": spec.width,
+        "OUT": spec.out,
+        "GATED": int(spec.gate is not None),
+        "EXPERT_SCALED": int(spec.scaled),
+        "EXPERT_BIASED": int(spec.biased),
+        "ACTIVATION": ACTIVATIONS[spec.activation],
+        "LIMIT": number(spec.limit),
+        "ALPHA": number(spec.alpha),
+        "SHARED_WIDTH": shared.width if shared else 0,
+        "SHARED_WEIGHT": SHARED_WEIGHTS[shared.weight] if shared else 0,
+    }
+
+
+def middle(spec: Spec) -> dict[str, int]:
+    """Byte offsets in what the first half hands to the second, and its size.
+
+    Activations (a chunk of 32: upper halves, then rests, 64 bytes each), octet sums (16 bytes a
+    chunk), the experts chosen, their weights, and 64 bytes of zeros.
+    """
+    chunks = spec.router.top_k * (spec.width // CHUNK)
+    chunks += spec.shared.width // CHUNK if spec.shared else 0
+    sums = chunks * 128
+    chosen = sums + chunks * 16
+    return {
+        "MID_SUMS": sums,
+        "MID_CHOSEN": chosen,
+        "MID_WEIGHT": chosen + 128,
+        "MID_ZEROS": chosen + 256,
+        "MID_BYTES": chosen + 320,
+    }

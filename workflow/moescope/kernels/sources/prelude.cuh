@@ -1,0 +1,70 @@
+// The few things of CUDA that the kernels use. shim/cuda.h has the same names for a CPU.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+#define FN __device__ __forceinline__
+#define TG
+#define BARRIER() __syncthreads()
+
+FN int lane_id() { return threadIdx.x & 31; }
+FN float as_float(u32 v) { return __uint_as_float(v); }
+FN u32 as_bits(float v) { return __float_as_uint(v); }
+FN float fast_exp(float v) { return __expf(v); }
+FN float shuffle(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+FN u32 shuffle(u32 v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+FN float shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+FN u32 warp_max(u32 v) { return __reduce_max_sync(0xffffffffu, v); }
+FN u32 warp_min(u32 v) { return __reduce_min_sync(0xffffffffu, v); }
+FN void warp_barrier() { __syncwarp(); }
+// Only `count` threads meet here; id 0 is __syncthreads'.
+FN void group_barrier(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
+FN u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+FN u32 funnel(u32 low, u32 high, u32 shift) { return __funnelshift_r(low, high, shift); }
+FN u32 mask_or(u32 v, u32 mask, u32 bits) {  // (v & mask) | bits in one instruction
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(v), "r"(mask), "r"(bits));
+  return r;
+}
+FN u32 multiply_bf16x2(u32 a, u32 b) {
+  u32 r;
+  asm("mul.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+FN u32 round_bf16(float v) { return __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
+FN float half_to_float(u32 bits) { return __half2float(__ushort_as_half((u16)bits)); }
+FN float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+FN float to_float(__half v) { return __half2float(v); }
+FN float to_float(float v) { return v; }
+FN u32 round_half(float v) { return __half_as_ushort(__float2half_rn(v)); }
+
+// Weights are read once: no room for them in L1. Everything small goes the ordinary read-only way.
+FN uint4 stream16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+FN uint2 stream8(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+FN uint4 load16(const void* p) { return __ldg((const uint4*)p); }
+FN uint2 load8(const void* p) { return __ldg((const uint2*)p); }
+FN u32 load4(const void* p) { return __ldg((const u32*)p); }
+FN u32 load2(const void* p) { return __ldg((const u16*)p); }
+FN u32 load1(const void* p) { return __ldg((const u8*)p); }
+FN void prefetch_l2(const void* p, u32 bytes) {  // both multiples of 16
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+}
+// D += A B for a 16 x 16 tile of bfloat16 by a 16 x 8 one, products and sums in float32.
+FN void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}

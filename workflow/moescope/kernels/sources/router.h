@@ -1,0 +1,113 @@
+// From router logits to the chosen experts and their weights, by one warp (32 lanes).
+// Common to CUDA and Metal: FN, TG, shuffle, warp_max and the like come from the prelude.
+// Values are rounded to the activation type wherever the model's own operations round them, so
+// that equal values, and what they are resolved to, are the model's.
+FN float round_to_type(float v) {
+#if ROUTER_TYPE == 1
+  return as_float(round_bf16(v) << 16);
+#elif ROUTER_TYPE == 2
+  return half_to_float(round_half(v));
+#else
+  return v;
+#endif
+}
+
+FN u32 ordered(float v) {  // order of floats as order of unsigned integers
+  const u32 b = as_bits(v + 0.0f);
+  return b & 0x80000000u ? ~b : b | 0x80000000u;
+}
+
+// The K largest of N, ties as an ascending sort by (value, index) resolves them: the last K of
+// that order (HIGH: the higher index wins), or the first K of the negated values (the lower wins).
+// Slots come in that order too.
+template <int N, int K, bool HIGH>
+FN void top_k(TG const float* v, int lane, TG u32* chosen) {
+  constexpr int PER = (N + 31) / 32;
+  u32 key[PER];
+  for (int i = 0; i < PER; ++i) key[i] = i * 32 + lane < N ? ordered(v[i * 32 + lane]) : 0u;
+  for (int r = 0; r < K; ++r) {
+    u32 best = 0u;
+    for (int i = 0; i < PER; ++i) best = max(best, key[i]);
+    best = warp_max(best);
+    u32 mine = HIGH ? 0u : 0xffffffffu;
+    for (int i = 0; i < PER; ++i) {
+      const u32 at = u32(i * 32 + lane);
+      if (key[i] == best) mine = HIGH ? max(mine, at + 1u) : min(mine, at);
+    }
+    const u32 at = HIGH ? warp_max(mine) - 1u : warp_min(mine);
+    for (int i = 0; i < PER; ++i)
+      if (u32(i * 32 + lane) == at) key[i] = 0u;
+    if (lane == 0) chosen[HIGH ? K - 1 - r : r] = at;
+  }
+}
+
+// The same where the values are 16-bit floats: value and index fit one key, half the reductions.
+template <int N, int K, bool HIGH>
+FN void top_k_16(TG const float* v, int lane, TG u32* chosen) {
+  constexpr int PER = (N + 31) / 32;
+  u32 key[PER];
+  for (int i = 0; i < PER; ++i) {
+    const u32 at = u32(i * 32 + lane);
+#if ROUTER_TYPE == 2
+    const u32 h = round_half(v[at < u32(N) ? at : 0u] + 0.0f);
+    const u32 o = h & 0x8000u ? ~h & 0xffffu : h | 0x8000u;
+#else
+    const u32 o = ordered(v[at < u32(N) ? at : 0u]) >> 16;
+#endif
+    key[i] = at < u32(N) ? o << 16 | (HIGH ? at + 1u : 0xfffeu - at) : 0u;
+  }
+  for (int r = 0; r < K; ++r) {
+    u32 best = 0u;
+    for (int i = 0; i < PER; ++i) best = max(best, key[i]);
+    best = warp_max(best);
+    for (int i = 0; i < PER; ++i)
+      if (key[i] == best) key[i] = 0u;
+    if (lane == 0) chosen[HIGH ? K - 1 - r : r] = HIGH ? (best & 0xffffu) - 1u : 0xfffeu - (best & 0xffffu);
+  }
+}
+
+#define SCORE_LOGIT 0
+#define SCORE_SOFTMAX 1
+#define SCORE_SIGMOID 2
+#define SCORE_SQRT_SOFTPLUS 3
+FN float sigmoid(float v) {  // as MLX writes it, step by step
+  const float y = round_to_type(1.f / round_to_type(1.f + round_to_type(EXP(fabs(v)))));
+  return v < 0.f ? y : round_to_type(1.f - y);
+}
+FN float score_of(float logit) {
+#if ROUTER_SCORE == SCORE_SIGMOID
+  return sigmoid(logit);
+#elif ROUTER_SCORE == SCORE_SQRT_SOFTPLUS
+  return SQRT(max(logit, 0.f) + LOG1P(EXP(-fabs(logit))));
+#else
+  return logit;
+#endif
+}
+
+#define WEIGHT_SCORE 0
+#define WEIGHT_SUM 1
+#define WEIGHT_SOFTMAX 2
+#define WEIGHT_SOFTMAX_LOOSE 3
+#define WEIGHT_LOGSIGMOID 4
+// The weights of the chosen, lane k holding slot k's score; every lane calls.
+FN float weight_of(float s, int lane) {
+#if ROUTER_WEIGHT == WEIGHT_SUM
+  float sum = 0.f;
+  for (int k = 0; k < ROUTER_K; ++k) sum += shuffle(s, k);
+  return round_to_type(s / round_to_type(round_to_type(sum) + ROUTER_EPSILON));
+#elif ROUTER_WEIGHT == WEIGHT_SOFTMAX
+  float top = shuffle(s, 0), sum = 0.f;
+  for (int k = 1; k < ROUTER_K; ++k) top = max(top, shuffle(s, k));
+  const float e = fast_exp(s - top);
+  for (int k = 0; k < ROUTER_K; ++k) sum += shuffle(e, k);
+  return round_to_type(e * (1.f / sum));
+#elif ROUTER_WEIGHT == WEIGHT_SOFTMAX_LOOSE  // every step in the activation type
+  float top = shuffle(s, 0), sum = 0.f;
+  for (int k = 1; k < ROUTER_K; ++k) top = max(top, shuffle(s, k));
+  const float e = round_to_type(fast_exp(round_to_type(s - top)));
+  for (int k = 0; k < ROUTER_K; ++k) sum = round_to_type(sum + shuffle(e, k));
+  return round_to_type(e * round_to_type(1.f / sum));
+#else
+  return s;
+#endif
+}
