@@ -7,8 +7,10 @@ import pytest
 
 import stages
 import tiny
+from moescope.checkpoints import materialise
 from moescope.files import read_json
 from moescope.measure import stage as measure
+from moescope.runtimes import environments
 from moescope.runtimes.client import Worker
 from moescope.runtimes.environments import Interpreter
 from moescope.trace import stage as trace
@@ -38,9 +40,6 @@ def make(models, tmp_path, monkeypatch):
     (tmp_path / "root" / "workflow").symlink_to(tiny.ROOT / "workflow")
 
     def prepared(family, stage, params):
-        from moescope.checkpoints import materialise
-        from moescope.runtimes import environments
-
         env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         monkeypatch.setattr(
             environments, "ensure", lambda *_: Interpreter(Path(tiny.arm_python()), env)

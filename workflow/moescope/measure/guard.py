@@ -154,8 +154,8 @@ class Guard:
         limit = max(self.settings["max_wait_s"] - self._waiting_s, 2 * idle_s)
         reasons: Counter[str] = Counter()
         told = False
-        self._sample(thorough=True)
         while True:
+            self._sample(thorough=True)
             now = time.monotonic()
             window = [s for s in self._recent() if s.end > now - idle_s]
             disturbing = [sample for sample in window if sample.why]
