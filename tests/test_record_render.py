@@ -117,9 +117,12 @@ def test_charts_are_the_same_every_time(record):
     once = charts.draw(record)
     assert set(once) == {"rates", "terms", "sweep", "roofline"}
     assert charts.draw(record) == once
-    for svg in once.values():
+    drawings = [svg for chart in once.values() for _, svg in chart.drawings]
+    assert len(drawings) == 7, "one of the rates for each checkpoint"
+    for svg in drawings:
         assert svg.startswith("<svg") and 'role="img"' in svg and "aria-label=" in svg
         assert "NaN" not in svg and "undefined" not in svg
+        assert " id=" not in svg and "url(" not in svg
 
 
 class Page(html.parser.HTMLParser):
@@ -158,7 +161,7 @@ def test_the_page_is_whole_and_stands_alone(page):
     assert not [link for link in parser.links if not link.startswith("#")]
     assert "http" not in re.sub(r'xmlns="[^"]*"|xmlns:xlink="[^"]*"', "", page)
     assert "prefers-color-scheme: dark" in page
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 7
 
 
 def test_all_colours_of_the_charts_are_defined(page):
@@ -197,6 +200,9 @@ def test_a_record_with_kernels_shows_them(tmp_path):
         ([1.2e12], "bytes/s", "1.20 TB/s"),
         ([812], "bytes", "812 B"),
         ([1593], "launches/token", "1593"),
+        ([12.5], "launches/token", "12.5"),
+        ([30], "runs", "30"),
+        ([0], "runs", "0"),
         ([0.0902, 0.0878, 0.0906], "ms/token", "0.0902 (0.0878 to 0.0906)"),
         ([-0.002, -0.004, 0.001], "share", "-0.20 % (-0.40 to 0.10)"),
         ([0.0, 0.0, 0.0], "share", "0.00 %"),

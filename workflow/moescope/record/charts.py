@@ -1,108 +1,129 @@
 """Charts as SVG, drawn by vl-convert from Vega-Lite specifications.
 
-Colours are CSS variables (templates/record.html.j2 sets them for light and dark), the font is one
-that vl-convert carries, so that the bytes are the same on every host.
+The bytes must be the same on every host, whatever fonts it has. So nothing is laid out by the
+width of a text: sizes, margins and axes' extents are given, legends are HTML. Colours are CSS
+variables, which templates/record.html.j2 sets for light and dark.
 """
 
 import html
 import re
+from dataclasses import dataclass, field
 from typing import Any
 
 from .numbers import exponent
 from .tables import TERM_NAMES
 
 VERSION = "5.21"  # of Vega-Lite, among those that vl-convert carries
-FONT = "Liberation Sans"
-WIDTH = 720
-LABELS = 110  # width of the arms' names, so that all checkpoints' scales begin at one line
-ROLES = ("reference", "null", "candidate", "intervention")
+FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
+LETTER = 6.4  # about the width of a letter at 12 px, generously
+ROLES = ("reference", "null", "candidate", "intervention", "void")
+RIGHT, TOP, BOTTOM = 24, 8, 44  # margins, in px
 
 Spec = dict[str, Any]
 
 
-def draw(record: dict[str, Any]) -> dict[str, str]:
-    """Name -> SVG of each chart that the record has data for."""
-    specs = {
+@dataclass
+class Chart:
+    """Drawings that belong together, each with a title or none, and what their colours mean."""
+
+    drawings: list[tuple[str, str]]
+    legend: list[tuple[str, str]] = field(default_factory=list)  # (CSS variable, label)
+
+
+def draw(record: dict[str, Any]) -> dict[str, Chart]:
+    """Name -> chart, of those that the record has data for."""
+    charts = {
         "rates": rates(record),
         "terms": terms(record),
         "sweep": sweep(record),
         "roofline": roofline(record),
     }
-    return {name: svg(name, *spec) for name, spec in specs.items() if spec}
+    return {name: chart for name, chart in charts.items() if chart}
 
 
-def svg(name: str, spec: Spec, description: str) -> str:
-    """One specification as an SVG element for a page: scalable, described, without ids."""
+def svg(spec: Spec, description: str, left: int, right: int = RIGHT) -> str:
+    """One specification as an SVG element for a page: scalable, described, without ids.
+
+    spec: one view with width and height; margins come from here.
+    """
     import vl_convert
 
+    size = {"autosize": "none", "padding": 0, "background": None}
+    width, height = spec["width"] + left + right, spec["height"] + TOP + BOTTOM
     text = vl_convert.vegalite_to_svg(
-        {**spec, "background": None, "config": CONFIG}, vl_version=VERSION, allowed_base_urls=[]
+        {**spec, **size, "config": CONFIG}, vl_version=VERSION, allowed_base_urls=[]
     )
     opening = re.match(r"<svg[^>]*>", text)
-    size = re.search(r'width="([\d.]+)" height="([\d.]+)" viewBox="([^"]+)"', opening.group())
-    width, _, box = size.groups()
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" role="img" '
-        f'class="chart" style="width:{width}px" aria-label="{html.escape(description)}">'
-    )
     # Marks repeat what the label and the table beside the chart say; to a screen reader they are
     # hundreds of stops without a heading.
     body = re.sub(r' (aria-[a-z]+|role)="[^"]*"', "", text[opening.end() :])
-    # Clip paths are numbered per chart and would clash within the page.
-    return head + re.sub(r'(id="|url\(#)(?=[a-z]+\d)', rf"\g<1>{name}-", body)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-left} {-TOP} {width} {height}" '
+        f'role="img" class="chart" style="width:{width}px" '
+        f'aria-label="{html.escape(description)}">{body}'
+    )
 
+
+def _axis(**more: Any) -> Spec:
+    """An axis whose labels and title stand where they are told to."""
+    return {"labelOverlap": False, "labelFlush": False, "labelLimit": 0, **more}
+
+
+def _names(left: int) -> Spec:
+    """A vertical axis of names."""
+    extent = {"minExtent": left - 8, "maxExtent": left - 8}
+    return _axis(ticks=False, domain=False, labelColor="var(--ink)", title=None, **extent)
+
+
+BELOW = {"minExtent": 18, "maxExtent": 18, "titlePadding": 6}
+BESIDE = {"minExtent": 34, "maxExtent": 34, "titlePadding": 6}
 
 CONFIG: Spec = {
     "font": FONT,
-    "view": {"stroke": None},
+    "view": {"stroke": None, "clip": False},
     "axis": {
         "labelColor": "var(--ink-2)",
         "titleColor": "var(--ink-2)",
         "gridColor": "var(--grid)",
         "domainColor": "var(--rule)",
         "tickColor": "var(--rule)",
-        "labelFont": FONT,
-        "titleFont": FONT,
         "labelFontSize": 12,
         "titleFontSize": 12,
         "titleFontWeight": "normal",
-        "labelLimit": 240,
     },
-    "legend": {
-        "labelColor": "var(--ink)",
-        "titleColor": "var(--ink-2)",
-        "labelFont": FONT,
-        "titleFont": FONT,
-        "labelFontSize": 12,
-        "titleFontSize": 12,
-        "titleFontWeight": "normal",
-        "orient": "bottom",
-        "columns": 6,
-        "symbolType": "square",
-    },
-    "header": {
-        "labelColor": "var(--ink)",
-        "labelFont": FONT,
-        "labelFontSize": 13,
-        "labelFontWeight": "bold",
-        "titleFont": FONT,
-    },
-    "text": {"font": FONT, "fontSize": 12, "color": "var(--ink)"},
+    "text": {"fontSize": 12, "color": "var(--ink)"},
 }
 
 
-def _measured(record: dict[str, Any], checkpoint: str) -> dict[str, Any]:
-    """The checkpoint's arms that have a speed."""
-    arms = record["results"][checkpoint]["arms"]
-    return {name: arm for name, arm in arms.items() if arm["decode_rate"] and not arm["absent"]}
+def _margin(labels: list[str]) -> int:
+    return 14 + int(LETTER * max(len(label) for label in labels))
 
 
-def rates(record: dict[str, Any]) -> tuple[Spec, str] | None:
+def _colours(names: list[str], variables: list[str], name: str) -> Spec:
+    scale = {"domain": names, "range": [f"var({variable})" for variable in variables]}
+    return {"field": name, "type": "nominal", "sort": None, "scale": scale, "legend": None}
+
+
+def _lines(names: list[str]) -> list[str]:
+    return [f"--line-{i % 6}" for i in range(len(names))]
+
+
+def rates(record: dict[str, Any]) -> Chart | None:
     """Decode rates: a point for the median, a line from minimum to maximum, a row an arm."""
-    blocks = []
-    shown = [name for name in record["results"] if _measured(record, name)]
-    for checkpoint in shown:
-        arms = _measured(record, checkpoint)
+    shown = {}
+    for checkpoint, result in record["results"].items():
+        arms = {
+            name: arm
+            for name, arm in result["arms"].items()
+            if arm["decode_rate"] and not arm["absent"]
+        }
+        if arms:
+            shown[checkpoint] = arms
+    if not shown:
+        return None
+    left = _margin([name for arms in shown.values() for name in arms])
+    drawings, used = [], set()
+    for checkpoint, arms in shown.items():
         rows = [
             {
                 "arm": name,
@@ -113,58 +134,38 @@ def rates(record: dict[str, Any]) -> tuple[Spec, str] | None:
             }
             for name, arm in arms.items()
         ]
-        y = {"field": "arm", "type": "nominal", "sort": None, "title": None}
-        y["axis"] = {"ticks": False, "domain": False, "labelColor": "var(--ink)"}
-        y["axis"] |= {"minExtent": LABELS, "maxExtent": LABELS}
-        colour = {
-            "field": "role",
-            "type": "nominal",
-            "sort": None,
-            "scale": {
-                "domain": [*ROLES, "void"],
-                "range": [f"var(--role-{role})" for role in (*ROLES, "void")],
+        used |= {row["role"] for row in rows}
+        scale = {"zero": True, "nice": False}
+        scale["domain"] = [0, max(row["high"] for row in rows) * 1.05]
+        x = {"type": "quantitative", "scale": scale}
+        x["axis"] = _axis(title="decode tokens/s", tickCount=6, **BELOW)
+        roles = [f"--role-{role}" for role in ROLES]
+        spec = {
+            "width": 600,
+            "height": 20 * len(rows),
+            "data": {"values": rows},
+            "encoding": {
+                "y": {"field": "arm", "type": "nominal", "sort": None, "axis": _names(left)},
+                "color": _colours(list(ROLES), roles, "role"),
             },
-            "legend": {"title": None, "columns": 5},
-        }
-        x = {"type": "quantitative", "scale": {"zero": True}}
-        title = "decode tokens/s" if checkpoint == shown[-1] else None
-        axis = {"axis": {"title": title, "grid": True, "tickCount": 6}}
-        blocks.append(
-            {
-                "title": {
-                    "text": checkpoint,
-                    "anchor": "start",
-                    "font": FONT,
-                    "fontSize": 13,
-                    "color": "var(--ink)",
+            "layer": [
+                {
+                    "mark": {"type": "rule", "strokeWidth": 3, "strokeCap": "round"},
+                    "encoding": {"x": {"field": "low", **x}, "x2": {"field": "high"}},
                 },
-                "width": WIDTH,
-                "height": {"step": 20},
-                "data": {"values": rows},
-                "encoding": {"y": y, "color": colour},
-                "layer": [
-                    {
-                        "mark": {"type": "rule", "strokeWidth": 3, "strokeCap": "round"},
-                        "encoding": {
-                            "x": {"field": "low", **x, **axis},
-                            "x2": {"field": "high"},
-                        },
-                    },
-                    {
-                        "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
-                        "encoding": {"x": {"field": "value", **x, **axis}},
-                    },
-                ],
-            }
-        )
-    if not blocks:
-        return None
-    spec = {"vconcat": blocks, "spacing": 22, "resolve": {"scale": {"x": "independent"}}}
-    return spec, "Decode rates of every arm, by checkpoint, with their ranges over the rounds"
+                {
+                    "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
+                    "encoding": {"x": {"field": "value", **x}},
+                },
+            ],
+        }
+        text = f"Decode rates of the arms on {checkpoint}, with their ranges over the rounds"
+        drawings.append((checkpoint, svg(spec, text, left)))
+    return Chart(drawings, [(f"--role-{role}", role) for role in ROLES if role in used])
 
 
-def terms(record: dict[str, Any]) -> tuple[Spec, str] | None:
-    """A token's time by term: one bar an arm of a checkpoint, from the instrumented pass."""
+def terms(record: dict[str, Any]) -> Chart | None:
+    """Shares of a token's time by term: one bar an arm, from its scopes and from its kernels."""
     rows, used = [], set()
     for checkpoint, result in record["results"].items():
         for arm, entry in result["arms"].items():
@@ -177,156 +178,127 @@ def terms(record: dict[str, Any]) -> tuple[Spec, str] | None:
                     if term in found["terms"]:
                         used.add(term)
                         share = found["terms"][term]["share"]["value"]
+                        text = f"{share * 100:.0f}" if share >= 0.06 else ""
                         rows.append(
                             {
                                 "bar": label,
                                 "term": name,
                                 "order": order,
                                 "share": share,
-                                "text": f"{share * 100:.0f}" if share >= 0.06 else "",
+                                "text": text,
                             }
                         )
     if not rows:
         return None
     kept = [term for term in TERM_NAMES if term in used]
-    colour = {
-        "field": "term",
-        "type": "nominal",
-        "sort": None,
-        "scale": {
-            "domain": [TERM_NAMES[term] for term in kept],
-            "range": [f"var(--term-{term.replace('_', '-')})" for term in kept],
-        },
-        "legend": {"title": None},
-    }
-    y = {"field": "bar", "type": "nominal", "sort": None, "title": None}
-    y["axis"] = {"ticks": False, "domain": False, "labelColor": "var(--ink)"}
+    variables = [f"--term-{term.replace('_', '-')}" for term in kept]
+    labels = list(dict.fromkeys(row["bar"] for row in rows))
+    left = _margin(labels)
     x = {"field": "share", "type": "quantitative", "stack": True}
-    bar = {
-        "mark": {"type": "bar", "stroke": "var(--page)", "strokeWidth": 1},
-        "encoding": {
-            "x": {
-                **x,
-                "axis": {"title": "share of the pass (median)", "format": ".0%", "tickCount": 6},
-                "scale": {"domainMax": 1, "nice": False},
-            },
-            "color": colour,
-        },
-    }
-    label = {
-        "mark": {"type": "text", "color": "var(--on-term)", "fontSize": 11},
-        "encoding": {"x": {**x, "bandPosition": 0.5}, "text": {"field": "text"}},
-    }
+    scale = {"domain": [0, 1], "nice": False}
+    axis = _axis(title="share of the pass (median)", format=".0%", tickCount=6, **BELOW)
     spec = {
-        "width": WIDTH - 60,
-        "height": {"step": 28},
+        "width": 640,
+        "height": 28 * len(labels),
         "data": {"values": rows},
-        "encoding": {"y": y, "order": {"field": "order", "type": "quantitative"}},
-        "layer": [bar, label],
+        "encoding": {
+            "y": {"field": "bar", "type": "nominal", "sort": None, "axis": _names(left)},
+            "order": {"field": "order", "type": "quantitative"},
+        },
+        "layer": [
+            {
+                "mark": {"type": "bar", "stroke": "var(--page)", "strokeWidth": 1},
+                "encoding": {
+                    "x": {**x, "axis": axis, "scale": scale},
+                    "color": _colours([TERM_NAMES[term] for term in kept], variables, "term"),
+                },
+            },
+            {
+                "mark": {"type": "text", "color": "var(--on-term)", "fontSize": 11},
+                "encoding": {"x": {**x, "bandPosition": 0.5}, "text": {"field": "text"}},
+            },
+        ],
     }
-    return spec, "Shares of a token's time by term, one bar for each checkpoint and arm"
+    text = "Shares of a token's time by term, one bar for each checkpoint and arm"
+    legend = [(variable, TERM_NAMES[term]) for variable, term in zip(variables, kept, strict=True)]
+    return Chart([("", svg(spec, text, left))], legend)
 
 
-def sweep(record: dict[str, Any]) -> tuple[Spec, str] | None:
+def sweep(record: dict[str, Any]) -> Chart | None:
     """Time per token against experts per token, with the fitted line's intercept at zero."""
     rows, lines = [], []
     for checkpoint, found in record["sweep"].items():
         if found is None:
             continue
-        for k, point in found["points"].items():
-            ms = point["ms"]
-            rows.append(
-                {"checkpoint": checkpoint, "k": int(k), "ms": ms["value"], "low": ms["min"],
-                 "high": ms["max"]}
-            )  # fmt: skip
+        ks = [int(k) for k in found["points"]]
+        for k, point in zip(ks, found["points"].values(), strict=True):
+            ms = {name: point["ms"][name] for name in ("value", "min", "max")}
+            rows.append({"checkpoint": checkpoint, "k": k, **ms})
         slope, fixed = found["expert_cost"]["value"], found["fixed_ms"]["value"]
-        last = max(int(k) for k in found["points"])
-        lines += [{"checkpoint": checkpoint, "k": k, "ms": fixed + slope * k} for k in (0, last)]
+        lines += [
+            {"checkpoint": checkpoint, "k": k, "value": fixed + slope * k} for k in (0, max(ks))
+        ]
     if not rows:
         return None
     names = [name for name, found in record["sweep"].items() if found]
     most = max(row["k"] for row in rows)
-    colour = {
-        "field": "checkpoint",
-        "type": "nominal",
-        "sort": None,
-        "scale": {"domain": names, "range": [f"var(--line-{i % 6})" for i in range(len(names))]},
-        "legend": {"title": None, "columns": 3, "symbolType": "circle"},
-    }
     x = {"field": "k", "type": "quantitative"}
-    x["axis"] = {
-        "title": "experts per token (top_k)",
-        "values": list(range(0, most + 1)),
-        "grid": False,
-    }
-    y = {"type": "quantitative", "axis": {"title": "ms per token", "tickCount": 6}}
-    y["scale"] = {"zero": True}
+    ticks = list(range(0, most + 1, 1 + most // 16))
+    x["axis"] = _axis(title="experts per token (top_k)", values=ticks, grid=False, **BELOW)
+    y = {"type": "quantitative", "scale": {"zero": True}}
+    y["axis"] = _axis(title="ms per token", tickCount=6, **BESIDE)
     spec = {
-        "width": WIDTH,
+        "width": 640,
         "height": 260,
-        "encoding": {"x": x, "color": colour},
+        "encoding": {"x": x, "color": _colours(names, _lines(names), "checkpoint")},
         "layer": [
             {
                 "data": {"values": lines},
                 "mark": {"type": "line", "strokeDash": [4, 3], "strokeWidth": 1.5},
-                "encoding": {"y": {"field": "ms", **y}},
+                "encoding": {"y": {"field": "value", **y}},
             },
             {
                 "data": {"values": rows},
                 "mark": {"type": "rule", "strokeWidth": 2},
-                "encoding": {"y": {"field": "low", **y}, "y2": {"field": "high"}},
+                "encoding": {"y": {"field": "min", **y}, "y2": {"field": "max"}},
             },
             {
                 "data": {"values": rows},
                 "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1},
-                "encoding": {"y": {"field": "ms", **y}},
+                "encoding": {"y": {"field": "value", **y}},
             },
         ],
     }
-    return spec, "Time per token against experts per token, with the line fitted to it"
+    text = "Time per token against experts per token, with the line fitted to it"
+    legend = list(zip(_lines(names), names, strict=True))
+    return Chart([("", svg(spec, text, 64))], legend)
 
 
-def roofline(record: dict[str, Any]) -> tuple[Spec, str] | None:
+def roofline(record: dict[str, Any]) -> Chart | None:
     """Time per token against bytes read per token, both logarithmic: a rate is a diagonal."""
     rows = []
     for checkpoint, found in record["ceilings"].items():
         arms = record["results"][checkpoint]["arms"]
         for arm, ceiling in found["arms"].items():
-            if arms[arm]["role"] == "null":
-                continue
-            ms = arms[arm]["token_ms"]
-            rows.append(
-                {
-                    "checkpoint": checkpoint,
-                    "arm": arm,
-                    "bytes": ceiling["whole"]["bytes"]["value"] / 1e6,
-                    "ms": ms["value"],
-                    "low": ms["min"],
-                    "high": ms["max"],
-                }
-            )
+            if arms[arm]["role"] != "null":
+                ms = {name: arms[arm]["token_ms"][name] for name in ("value", "min", "max")}
+                size = ceiling["whole"]["bytes"]["value"] / 1e6
+                rows.append({"checkpoint": checkpoint, "arm": arm, "bytes": size, **ms})
     if not rows:
         return None
     measured = next((c["bandwidth"] for c in record["ceilings"].values() if c["bandwidth"]), None)
     lines, area = _diagonals(rows, measured["value"] / 1e9 if measured else None)
-    log = {"type": "log", "nice": False}
-    x = {"field": "bytes", "type": "quantitative", "scale": {**log, "domain": area[0]}}
-    x["axis"] = {"title": "MB read per token", "tickCount": 5, "format": "~g"}
-    y = {"type": "quantitative", "scale": {**log, "domain": area[1]}}
-    y["axis"] = {"title": "ms per token", "tickCount": 5, "format": "~g"}
+    x = {"field": "bytes", "type": "quantitative"}
+    x["scale"] = {"type": "log", "nice": False, "domain": area[0]}
+    x["axis"] = _axis(title="MB read per token", values=_decades(*area[0]), format="~g", **BELOW)
+    y = {"type": "quantitative", "scale": {"type": "log", "nice": False, "domain": area[1]}}
+    y["axis"] = _axis(title="ms per token", values=_decades(*area[1]), format="~g", **BESIDE)
     names = list(dict.fromkeys(row["checkpoint"] for row in rows))
-    colour = {
-        "field": "checkpoint",
-        "type": "nominal",
-        "sort": None,
-        "scale": {"domain": names, "range": [f"var(--line-{i % 6})" for i in range(len(names))]},
-        "legend": {"title": None, "columns": 3, "symbolType": "circle"},
-    }
+    colour = _colours(names, _lines(names), "checkpoint")
     layers: list[Spec] = []
     for kind, stroke in (("guide", "var(--rule)"), ("ceiling", "var(--bad)")):
         chosen = [line for line in lines if line["kind"] == kind]
-        text = "var(--ink-2)" if kind == "guide" else stroke
-        ends = [line for i, line in enumerate(chosen) if i % 2]
+        ink = "var(--ink-2)" if kind == "guide" else stroke
         layers += [
             {
                 "data": {"values": chosen},
@@ -334,8 +306,8 @@ def roofline(record: dict[str, Any]) -> tuple[Spec, str] | None:
                 "encoding": {"y": {"field": "ms", **y}, "detail": {"field": "rate"}},
             },
             {
-                "data": {"values": ends},
-                "mark": {"type": "text", "align": "left", "dx": 4, "fontSize": 11, "color": text},
+                "data": {"values": chosen[1::2]},
+                "mark": {"type": "text", "align": "left", "dx": 4, "fontSize": 11, "color": ink},
                 "encoding": {"y": {"field": "ms", **y}, "text": {"field": "rate"}},
             },
         ]
@@ -343,21 +315,33 @@ def roofline(record: dict[str, Any]) -> tuple[Spec, str] | None:
         {
             "data": {"values": rows},
             "mark": {"type": "rule", "strokeWidth": 2},
-            "encoding": {"y": {"field": "low", **y}, "y2": {"field": "high"}, "color": colour},
+            "encoding": {"y": {"field": "min", **y}, "y2": {"field": "max"}, "color": colour},
         },
         {
             "data": {"values": rows},
             "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
-            "encoding": {"y": {"field": "ms", **y}, "color": colour},
+            "encoding": {"y": {"field": "value", **y}, "color": colour},
         },
         {
             "data": {"values": rows},
             "mark": {"type": "text", "align": "left", "dx": 8, "fontSize": 11},
-            "encoding": {"y": {"field": "ms", **y}, "text": {"field": "arm"}},
+            "encoding": {"y": {"field": "value", **y}, "text": {"field": "arm"}},
         },
     ]
-    spec = {"width": WIDTH - 120, "height": 300, "encoding": {"x": x}, "layer": layers}
-    return spec, "Time per token against bytes read per token; diagonals are constant rates"
+    spec = {"width": 560, "height": 300, "encoding": {"x": x}, "layer": layers}
+    text = "Time per token against bytes read per token; diagonals are constant rates"
+    legend = list(zip(_lines(names), names, strict=True))
+    return Chart([("", svg(spec, text, 64, 120))], legend)
+
+
+def _decades(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten between two numbers."""
+    found = [
+        digit * 10.0**power
+        for power in range(exponent(low) - 1, exponent(high) + 1)
+        for digit in (1, 2, 5)
+    ]
+    return [value for value in found if low <= value <= high]
 
 
 def _diagonals(
@@ -368,19 +352,19 @@ def _diagonals(
     Guides stand at powers of ten around the rates achieved; one that would lie on the measured
     ceiling is left out.
     """
-    rates = [row["bytes"] / row["ms"] for row in rows]
+    rates = [row["bytes"] / row["value"] for row in rows]
     left, right = min(r["bytes"] for r in rows) / 1.6, max(r["bytes"] for r in rows) * 1.6
-    power = 10.0 ** exponent(min(rates))
+    power = exponent(min(rates))
     found = []
-    while power <= max(rates) * 10:
-        if ceiling is None or not 0.5 < power / ceiling < 2:
-            found.append((f"{power:g} GB/s", power, "guide"))
-        power *= 10
+    while 10.0**power <= max(rates) * 10:
+        if ceiling is None or not 0.5 < 10.0**power / ceiling < 2:
+            found.append((f"{10.0**power:g} GB/s", 10.0**power, "guide"))
+        power += 1
     if ceiling is not None:
         found.append((f"ceiling {ceiling:.3g} GB/s", ceiling, "ceiling"))
     fastest = max(rate for _, rate, _ in found)
-    bottom = min([left / fastest, *(row["low"] for row in rows)]) / 1.2
-    top = max(row["high"] for row in rows) * 2
+    bottom = min([left / fastest, *(row["min"] for row in rows)]) / 1.2
+    top = max(row["max"] for row in rows) * 2
     lines = []
     for name, rate, kind in found:
         start, end = max(left, bottom * rate), min(right, top * rate)

@@ -51,7 +51,7 @@ def show(figure: dict[str, Any] | None, spread: bool = True) -> str:
             text = " s"
     scaled = [value * factor for value in values]
     whole = all(value == int(value) for value in values)
-    if whole and (unit in COUNTS or all(isinstance(value, int) for value in scaled)):
+    if whole and (unit in COUNTS or (factor == 1 and all(isinstance(v, int) for v in values))):
         places = 0
     else:
         places = decimals(*scaled)

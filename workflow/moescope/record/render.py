@@ -11,13 +11,12 @@ from . import charts, numbers, tables
 from .writers import Html, Markdown, plain
 
 COMMANDS = """
-git clone <this repository> moescope && cd moescope
-make setup                          # an environment of its own, locked by hash
+make record                 # set up, then make the study of config.yaml; nothing runs that is there
 . .venv/bin/activate
-snakemake audit                     # render this record again from its committed data, and compare
-snakemake -n record                 # nothing to do: the results stand here
-snakemake explain                   # what another pin, checkpoint or machine would make stale
-snakemake --cores 1 record --config 'study={session: 2}'    # measure it all again
+snakemake audit             # compute and render this record again from its data, and compare
+snakemake explain           # what is stale here, why, and what it would cost
+snakemake --cores 1 record --configfile studies/NAME.yaml       # another study
+# To measure again without another change, raise study.session in the study's file.
 """
 
 

@@ -7,6 +7,7 @@ else is markup, and what comes from data is escaped.
 import html
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 SPECIAL = re.compile(r"[\\`*~\[\]|<]")
 
@@ -80,11 +81,11 @@ class Markdown:
 
 
 class Html:
-    """The body of an HTML page; charts are SVG by name."""
+    """The body of an HTML page, with its charts by name."""
 
     html = True
 
-    def __init__(self, charts: dict[str, str]):
+    def __init__(self, charts: dict[str, Any]):
         self.charts = charts
         self.sections: list[tuple[str, str]] = []
 
@@ -145,11 +146,20 @@ class Html:
         return f"<pre><code>{html.escape(text.strip(), quote=False)}</code></pre>\n"
 
     def chart(self, name: str, caption: str) -> str:
-        svg = self.charts.get(name)
-        if svg is None:
+        chart = self.charts.get(name)
+        if chart is None:
             return ""
+        parts = []
+        for title, svg in chart.drawings:
+            heading = f'<div class="drawing">{html.escape(title)}</div>' if title else ""
+            parts.append(f'{heading}<div class="scroll" tabindex="0">{svg}</div>')
+        keys = "".join(
+            f'<li><span style="background:var({variable})"></span>{html.escape(label)}</li>'
+            for variable, label in chart.legend
+        )
+        legend = f'<ul class="legend">{keys}</ul>' if keys else ""
         return (
-            f'<figure><div class="scroll" tabindex="0">{svg}</div>'
+            f"<figure>{legend}{''.join(parts)}"
             f"<figcaption>{self.inline(caption)}</figcaption></figure>\n"
         )
 
