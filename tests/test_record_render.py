@@ -222,7 +222,7 @@ def test_printed_numbers_are_near_what_they_print(value, spread, unit):
     scale = {"%": 0.01, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}.get(suffix, 1)
     error = abs(float(number) * scale - made["value"])
     # Half a unit of the third digit of the largest number in the range.
-    assert error <= max(0.0051 * made["max"], 0.5 if unit == "bytes" else 0.00005)
+    assert error <= max(0.0051 * made["max"], {"bytes": 0.5, "share": 0.00051}.get(unit, 1e-9))
 
 
 def test_a_missing_figure_is_a_dash():
