@@ -50,6 +50,15 @@ def test_the_prediction_is_the_inspections_else_weights_and_cache():
     assert admission.predict(architecture, 512, 128) == 17 * GIB + cache + 17 * GIB // 20
 
 
+def test_the_prediction_before_inspection_looks_below_text_config():
+    config = {"text_config": {"num_hidden_layers": 48, "num_key_value_heads": 4, "head_dim": 128}}
+    cache = 48 * 2 * 4 * 128 * 640 * 2
+    assert admission.predict_from(17 * GIB, config, 512, 128) == 17 * GIB + cache + 17 * GIB // 20
+    tied = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512}
+    assert admission.predict_from(0, tied, 30, 2) == 2 * 2 * 8 * 64 * 32 * 2 + GIB // 2
+    assert admission.predict_from(0, {}, 30, 2) == GIB // 2
+
+
 @pytest.mark.parametrize(
     ("status", "text", "timed_out", "kind"),
     [

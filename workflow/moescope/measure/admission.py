@@ -124,6 +124,31 @@ def predict(architecture: dict[str, Any], prompt: int, generate: int) -> int:
     return weights + cache + max(weights // 20, GIB // 2)
 
 
+def predict_from(weights: int, config: dict[str, Any], prompt: int, generate: int) -> int:
+    """The same from a checkpoint's bytes and config.json, before it is inspected or downloaded.
+
+    Keys are looked for at the top and below text_config; what is not found counts as nothing.
+    """
+
+    def key(*names: str) -> int:
+        for level in (config, config.get("text_config") or {}):
+            for name in names:
+                if isinstance(level.get(name), int):
+                    return level[name]
+        return 0
+
+    heads = key("num_key_value_heads", "num_attention_heads")
+    width = key("head_dim")
+    if not width and key("num_attention_heads"):
+        width = key("hidden_size") // key("num_attention_heads")
+    architecture = {
+        "bytes": {"total": weights},
+        "layers": key("num_hidden_layers"),
+        "attention": {"kv_heads": heads, "head_dim": width},
+    }
+    return predict(architecture, prompt, generate)
+
+
 def classify(status: int | None, text: str, timed_out: bool = False) -> str:
     """The kind (one of KINDS) of a process's bad end.
 

@@ -178,7 +178,7 @@ class CommandWorker:
             "parameters_bytes": sum(f.stat().st_size for f in path.glob("*.safetensors")),
             "model_type": described.get("model_type"),
             "layers": None,
-            "moe_layers": None,
+            "moe_layers": [],
             "peak_memory": None,
         }
 
@@ -215,7 +215,7 @@ class CommandWorker:
             "prefill_s": run["prefill_s"],
             "decode_s": run["decode_s"],
             "forwards": run["forwards"],
-            "token_s": [],
+            "token_s": None,
             "build_s": None,
             "tokens": tokens,
             "tokens_sha256": None if tokens is None else sha256_text(canonical(tokens)),

@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from ..errors import UserError
+from ..strict import known_keys
 from . import expression
 
 PRESETS = Path(__file__).with_name("presets")
@@ -40,6 +41,11 @@ LISTS = ("tokens", "paths", "phases")
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        return known_keys(cls, data)
 
 
 class GitSource(Strict):
