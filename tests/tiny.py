@@ -4,11 +4,16 @@ A checkpoint is written by the arm's own interpreter: the worker's layout says w
 are, MLX fills and quantises them. Nothing here imports MLX.
 """
 
+import copy
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from moescope.runtimes.client import Worker
 
 ROOT = Path(__file__).resolve().parents[1]
 HIDDEN, VOCAB, EXPERTS, TOP_K, WIDTH = 128, 256, 8, 2, 64
@@ -279,12 +284,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 VLM_ONLY = ("deepseek_v4", "inkling")
 MODELS = [("mlx-lm", family) for family in CONFIGS if family not in VLM_ONLY]
 MODELS += [("mlx-vlm", family) for family in CONFIGS]
+AFFINE = {"mode": "affine", "bits": 4, "group_size": 64}
+MXFP4 = {"mode": "mxfp4", "bits": 4, "group_size": 32}
+NVFP4 = {"mode": "nvfp4", "bits": 4, "group_size": 16}
+LIMIT_S = 60.0
 PROMPT = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31]
 
 
 def config(family: str) -> dict[str, Any]:
     """The family's config.json."""
-    return {"model_type": family, **CONFIGS[family]}
+    return {"model_type": family, **copy.deepcopy(CONFIGS[family])}
 
 
 def arm_python() -> Path:
@@ -298,6 +307,13 @@ def arm_python() -> Path:
     return Path(name)
 
 
+@contextmanager
+def worker(log: Path) -> Iterator[Worker]:
+    """A real worker process under the arm's interpreter."""
+    with Worker(arm_python(), dict(os.environ), ROOT, log) as process:
+        yield process
+
+
 def write(folder: Path, layout: dict[str, Any], seed: int = 0) -> Path:
     """Write a layout (the worker's reply) as a checkpoint of random weights."""
     request = {"folder": str(folder), "seed": seed, "layout": layout}
@@ -305,6 +321,40 @@ def write(folder: Path, layout: dict[str, Any], seed: int = 0) -> Path:
         [arm_python(), ROOT / "tests" / "tiny_write.py"],
         input=json.dumps(request).encode(),
         check=True,
-        timeout=60,
+        timeout=LIMIT_S,
     )
     return folder
+
+
+def checkpoint(
+    process: Worker,
+    folder: Path,
+    package: str,
+    family: str,
+    quantization: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Path:
+    """A checkpoint of a family in affine 4-bit, or as ``quantization`` says."""
+    layout = process.ask(
+        "layout",
+        LIMIT_S,
+        package=package,
+        config=config(family),
+        quantization=quantization or {"default": AFFINE},
+        **arguments,
+    )
+    return write(folder, layout)
+
+
+def probe(checkpoints: list[tuple[str, Path]]) -> list[dict[str, Any]]:
+    """The findings of tiny_probe.py for (package, checkpoint) pairs."""
+    requests = [{"package": package, "path": str(path)} for package, path in checkpoints]
+    result = subprocess.run(
+        [arm_python(), ROOT / "tests" / "tiny_probe.py"],
+        input=json.dumps(requests).encode(),
+        env={**os.environ, "PYTHONPATH": str(ROOT / "workflow")},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=180,
+    )
+    return json.loads(result.stdout)

@@ -149,8 +149,9 @@ def survey(state: State) -> Survey:
     blocks = tuple(_blocks(layers, where)) if entry else ()
     described = {id(block.switch.module) for block in blocks}
     foreign = tuple(
-        names[id(module)]
-        for _, module in root.named_modules()
+        f"{layer.path}.{path}"
+        for layer in layers
+        for path, module in layer.module.named_modules()
         if _is_switch(module) and id(module) not in described
     )
     attention = tuple(_parts(layers, where["attention"]))

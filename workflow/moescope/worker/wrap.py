@@ -26,8 +26,14 @@ class Changes:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        failed: list[BaseException] = []
         while self._undo:
-            self._undo.pop()()
+            try:
+                self._undo.pop()()
+            except Exception as problem:  # the other changes are still to be undone
+                failed.append(problem)
+        if failed and error is None:
+            raise failed[0]
 
     def method(self, module: Any, name: str, make: Callable[[Callable], Callable]) -> None:
         """Replace a method of one object: ``make`` gets the function behind it (called with the
