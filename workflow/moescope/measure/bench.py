@@ -1,5 +1,6 @@
 """What arms stand on: the weights, an interpreter for each runtime, the prompt, the log."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,6 +82,27 @@ def explained(arm: str, bench: Bench, task: Task) -> Iterator[None]:
         raise UserError(f"{died.message}; {todo} ({log})", where=f"arm {arm}") from died
     except WorkerError as refused:
         raise UserError(f"{refused.kind}: {refused.message}", where=f"arm {arm}") from refused
+
+
+def ask_all(
+    workers: dict[str, Worker], do: str, limit_s: float, arguments: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any] | WorkerError]:
+    """One request to each of some workers, answered at the same time: by name, the result or why
+    there is none."""
+    deadline = time.monotonic() + limit_s
+    found: dict[str, dict[str, Any] | WorkerError] = {}
+    for name, worker in workers.items():
+        try:
+            worker.send(do, deadline=deadline, **arguments[name])
+        except WorkerError as error:
+            found[name] = error
+    for name, worker in workers.items():
+        if name not in found:
+            try:
+                found[name] = worker.receive(do, deadline=deadline)
+            except WorkerError as error:
+                found[name] = error
+    return found
 
 
 def decode_limit_s(first_s: float) -> float:

@@ -5,6 +5,7 @@ on the reference's tokens, where one early difference does not hide all that fol
 """
 
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ..errors import UserError
 from ..files import write_json
 from ..measure import bench as benches
 from ..measure import guard as guards
-from ..runtimes.client import WorkerError
+from ..runtimes.client import Worker, WorkerError
 from ..task import Task, ingredients
 
 SCHEMA = "moescope/parity/1"
@@ -23,36 +24,26 @@ LOCK_LIMIT_S = 3600.0
 
 
 def run(task: Task) -> None:
-    """Writes parity.json (moescope/parity/1)."""
+    """Writes parity.json (moescope/parity/1). All arms run at the same time: nothing is timed."""
     params = task.params
-    arms = params["arms"]
+    arms, shape = params["arms"], params["shape"]
     (reference,) = (name for name, arm in arms.items() if arm["role"] == "reference")
     runtimes = [arm["runtime"] for arm in arms.values()]
-    bench = benches.open_bench(task, runtimes, params["shape"]["prompt"])
+    bench = benches.open_bench(task, runtimes, shape["prompt"])
     synthetic = ingredients(task.one("fetch"))["params"]["source"]["kind"] == "synthetic"
     backend = params["machine"]["backend"]
     scratch = task.work / "tmp"
     scratch.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {}
     with (
         guards.locked(f"parity {task.subject}", backend, LOCK_LIMIT_S, task.say),
         tempfile.TemporaryDirectory(dir=scratch, prefix="parity.") as folder,
     ):
-        judge: Judge | None = None
-        for name in sorted(arms, key=lambda name: name != reference):
-            with benches.explained(name, bench, task):
-                try:
-                    seen = _decode(bench, arms[name], params["shape"], judge, Path(folder))
-                except WorkerError as refused:
-                    if refused.kind != "unsupported" or name == reference:
-                        raise
-                    found[name] = {"void": f"unsupported: {refused.message}"}
-                    task.say(f"{name}: unsupported: {refused.message}")
-                    continue
-            if judge is None:
-                judge = Judge(seen, params["limits"], params["shape"]["generate"], synthetic)
-            found[name] = judge.compare(seen)
-            task.say(f"{name}: {_told(found[name], name == reference)}")
+        seen, unsupported = _decode(bench, task, reference, Path(folder))
+        judge = Judge(seen[reference], params["limits"], shape["generate"], synthetic)
+        found = {name: judge.compare(one) for name, one in seen.items()}
+    found |= {name: {"void": f"unsupported: {why}"} for name, why in unsupported.items()}
+    for name in arms:
+        task.say(f"{name}: {_told(found[name], name == reference)}")
     parity = {
         "schema": SCHEMA,
         "reference": reference,
@@ -74,31 +65,67 @@ class Seen:
 
 
 def _decode(
-    bench: benches.Bench,
-    arm: dict[str, Any],
-    shape: dict[str, int],
-    judge: "Judge | None",
-    folder: Path,
-) -> Seen:
-    patches = arm.get("patches", [])
-    save = folder / f"{arm['name']}.npy"
-    with bench.worker(arm) as worker:
-        worker.ask("load", benches.LOAD_LIMIT_S, **bench.loading(arm))
-        given = {"prompt": bench.prompt, "patches": patches}
-        greedy = worker.ask("decode", benches.FIRST_LIMIT_S, **given, tokens=shape["generate"])
-        continuation = judge.reference.tokens if judge else greedy["tokens"]
-        forced = worker.ask(
-            "forced", benches.FIRST_LIMIT_S, **given, continuation=continuation, save=str(save)
+    bench: benches.Bench, task: Task, reference: str, folder: Path
+) -> tuple[dict[str, Seen], dict[str, str]]:
+    """What each arm did, and the arms whose runtime does not know the model (arm -> why)."""
+    arms: dict[str, dict[str, Any]] = dict(task.params["arms"])
+    generate = task.params["shape"]["generate"]
+    unsupported: dict[str, str] = {}
+    with ExitStack() as stack:
+        workers: dict[str, Worker] = {}
+        for name, arm in arms.items():
+            workers[name] = worker = bench.worker(arm)
+            stack.callback(worker.close)
+            with benches.explained(name, bench, task):
+                worker.start()
+        for name, worker in workers.items():
+            with benches.explained(name, bench, task):
+                worker.wait_ready()
+
+        def ask(do: str, limit_s: float, more: dict[str, Any]) -> dict[str, dict[str, Any]]:
+            """A request to all arms that are left; ``more`` has arguments by arm."""
+            replies = benches.ask_all(workers, do, limit_s, more)
+            for name, reply in replies.items():
+                if isinstance(reply, WorkerError):
+                    if do == "load" and reply.kind == "unsupported" and name != reference:
+                        unsupported[name] = reply.message
+                        workers.pop(name).close()
+                        continue
+                    with benches.explained(name, bench, task):
+                        raise reply
+            return {name: replies[name] for name in workers}
+
+        ask("load", benches.LOAD_LIMIT_S, {name: bench.loading(arms[name]) for name in workers})
+        given = {
+            name: {"prompt": bench.prompt, "patches": arms[name].get("patches", [])}
+            for name in workers
+        }
+        greedy = ask(
+            "decode",
+            benches.FIRST_LIMIT_S,
+            {name: one | {"tokens": generate} for name, one in given.items()},
         )
-    logits = np.load(save, mmap_mode="r")
-    if logits.shape != (len(continuation), forced["vocab"]):
-        raise UserError(f"the forced pass wrote logits of shape {logits.shape}")
-    return Seen(
-        greedy["tokens"],
-        greedy["tokens_sha256"],
-        bool(greedy["finite"] and forced["finite"] and sound(logits)),
-        logits,
-    )
+        continuation = greedy[reference]["tokens"]
+        forced = ask(
+            "forced",
+            benches.FIRST_LIMIT_S,
+            {
+                name: one | {"continuation": continuation, "save": str(folder / f"{name}.npy")}
+                for name, one in given.items()
+            },
+        )
+    seen = {}
+    for name in workers:
+        logits = np.load(folder / f"{name}.npy", mmap_mode="r")
+        if logits.shape != (len(continuation), forced[name]["vocab"]):
+            raise UserError(f"the forced pass wrote logits of shape {logits.shape}", f"arm {name}")
+        seen[name] = Seen(
+            greedy[name]["tokens"],
+            greedy[name]["tokens_sha256"],
+            bool(greedy[name]["finite"] and forced[name]["finite"] and sound(logits)),
+            logits,
+        )
+    return seen, unsupported
 
 
 class Judge:
