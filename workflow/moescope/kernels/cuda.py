@@ -4,15 +4,18 @@ Two launches a block: router, gate, up and activation; down and combine. Text in
 matvec.cuh for the arithmetic.
 """
 
+import os
+import tempfile
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from . import source
 from .common import check, dynamic_names, projection_text, static_inputs
-from .layout import Cut, Geometry, cut, steps
+from .layout import Cut, Geometry, cut, down_residents, steps
 from .spec import Spec, Tensors
 from .weights import Unsupported
 
@@ -41,6 +44,18 @@ MATH = """
 #define SQRT sqrtf
 """
 SHARED_MEMORY = 46 * 1024
+
+
+def bounds(threads: int, residents: int) -> str:
+    """Registers bounded by what is to be resident.
+
+    MLX writes the kernel's signature itself; all that comes before it is this header, so the bound
+    has to ride on the word ``__global__``.
+    """
+    return (
+        "#undef __global__\n"
+        f"#define __global__ __attribute__((global)) __launch_bounds__({threads}, {residents})"
+    )
 
 
 def prelude() -> str:
@@ -123,16 +138,36 @@ def fits(spec: Spec) -> None:
         raise Unsupported(f"hidden size {spec.hidden} does not fit shared memory")
 
 
+def include(text: str) -> str:
+    """The text as a file, and the line that includes it; the text itself where that fails.
+
+    MLX copies and hashes a kernel's whole text at every call; a line costs less than 30 kB.
+    """
+    folder = Path(tempfile.gettempdir()) / f"moescope-kernels-{os.getuid()}"
+    file = folder / f"{source.digest(text)}.cuh"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            return text
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            fresh = folder / f"{file.name}.{os.getpid()}"
+            fresh.write_text(text, encoding="utf-8")
+            fresh.replace(file)
+    except OSError:
+        return text
+    return f'#include "{file}"\n'
+
+
 @cache
 def _kernel(kind: str, inputs: tuple[str, ...], output: str, header: str, body: str) -> Callable:
-    name = f"moescope_{kind}_{source.digest(header, body)}"
+    if not os.environ.get("MOESCOPE_FUSED_INLINE"):
+        header, body = include(header), include(body)
     return mx.fast.cuda_kernel(
-        name=name,
+        name=f"moescope_{kind}_{source.digest(header, body)}",
         input_names=list(inputs),
         output_names=[output],
         source=body,
         header=header,
-        ensure_row_contiguous=True,
     )
 
 
@@ -153,18 +188,23 @@ def build(spec: Spec, tensors: Tensors, chosen: Geometry, cores: int) -> Callabl
     plan = cut(spec, chosen)
     rows = prefetch_rows(spec, chosen)
     first, second = static_inputs(spec, tensors, rows > 0)
-    names = dynamic_names(spec)
-    gate_up = _kernel("gate_up", (*names, *first), "middle", *first_half(spec, plan, rows))
-    down = _kernel("down", ("middle", *second), "out", *second_half(spec, plan))
-    static_first, static_second = list(first.values()), list(second.values())
     rows_a_tile = 8 if spec.gate else 16
     tiles = spec.router.top_k * spec.width // rows_a_tile
     tiles += spec.shared.width // rows_a_tile if spec.shared else 0
     threads = plan.tiles * plan.warps * 32
-    blocks = min(-(-tiles // plan.tiles), cores * chosen.blocks)
+    blocks = min(-(-tiles // plan.tiles), cores * chosen.residents(threads))
+    down_threads = 32 * (spec.router.top_k * plan.split + plan.shared_split)
+
+    header, body = first_half(spec, plan, rows)
+    header += "\n" + bounds(threads, chosen.residents(threads)) + "\n"
+    gate_up = _kernel("gate_up", (*dynamic_names(spec), *first), "middle", header, body)
+    header, body = second_half(spec, plan)
+    header += "\n" + bounds(down_threads, down_residents(spec, plan)) + "\n"
+    down = _kernel("down", ("middle", *second), "out", header, body)
+
+    static_first, static_second = list(first.values()), list(second.values())
     first_grid, first_group = (blocks * threads, 1, 1), (threads, 1, 1)
-    warps = spec.router.top_k * plan.split + plan.shared_split
-    second_grid, second_group = (spec.out // 16 * warps * 32, 1, 1), (warps * 32, 1, 1)
+    second_grid, second_group = (spec.out // 16 * down_threads, 1, 1), (down_threads, 1, 1)
     middle_shapes = [(source.middle(spec)["MID_BYTES"] // 4,)]
     middle_types = [mx.uint32]
     out_types = [getattr(mx, spec.dtype)]

@@ -6,7 +6,7 @@ results are the same bits for every geometry.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moescope.errors import UserError
 
@@ -21,21 +21,25 @@ NOMINAL_CORES = 132
 
 @dataclass(frozen=True)
 class Geometry:
-    """tiles: tiles that a block of the first half works on at once (0: by shape); blocks: its
-    blocks per multiprocessor; prefetch: MiB of the second half's weights fetched early."""
+    """tiles: tiles that a block of the first half works on at once (0: by shape); warps: its warps
+    per multiprocessor; prefetch: MiB of the second half's weights fetched early."""
 
     tiles: int = 0
-    blocks: int = 4
+    warps: int = 20
     prefetch: int = 24
+
+    def residents(self, threads: int) -> int:
+        """Blocks of so many threads per multiprocessor."""
+        return max(1, self.warps * 32 // threads)
 
 
 def geometry(value: str | None = None) -> Geometry:
-    """Geometry from ``MOESCOPE_FUSED_GEOMETRY`` ("tiles=2,blocks=3,prefetch=0"), or the defaults.
+    """Geometry from ``MOESCOPE_FUSED_GEOMETRY`` ("tiles=2,warps=24,prefetch=0"), or the defaults.
 
     Raises UserError naming the variable, the allowed keys and ranges.
     """
     value = os.environ.get(VARIABLE, "") if value is None else value
-    limits = {"tiles": (1, 8), "blocks": (1, 32), "prefetch": (0, 256)}
+    limits = {"tiles": (1, 8), "warps": (1, 64), "prefetch": (0, 256)}
     given: dict[str, int] = {}
     for item in filter(None, value.split(",")):
         key, _, number = item.partition("=")
@@ -58,20 +62,34 @@ def batch(*forms: Format) -> int:
     return max(1, min(4, REGISTER_WORDS // words))
 
 
-def split(count: int, target: float, most: int) -> int:
+def even_batch(each: int, most: int) -> int:
+    """How many of ``each`` steps to have in flight: few rounds, little left over."""
+
+    def cost(u: int) -> float:
+        rounds = -(-each // u)
+        return rounds * u / each * (1 + 0.04 * rounds)
+
+    return min(range(1, most + 1), key=cost)
+
+
+def split(count: int, target: float, most_parts: int, most_batch: int) -> int:
     """Into how many parts ``count`` steps are cut: even parts first, near the target second."""
 
     def cost(parts: int) -> float:
-        waste = parts * -(-count // parts) / count
+        each = -(-count // parts)
+        rounds = -(-each // even_batch(each, most_batch))
         away = max(parts, target) / min(parts, target)
-        return waste * away**0.35
+        return parts * each / count * (1 + 0.04 * rounds) * away**0.3
 
-    return min(range(1, min(count, most) + 1), key=cost)
+    return min(range(1, min(count, most_parts) + 1), key=cost)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The first half: warps a tile, steps each, steps in flight; the second: parts a slot."""
+    """First half: warps a tile, steps each, steps in flight (routed, shared), tiles a block.
+
+    Second half: parts of a routed slot, steps each, in flight; the same of the shared one.
+    """
 
     warps: int
     each: int
@@ -81,53 +99,53 @@ class Cut:
     split: int
     down_each: int
     down_batch: int
-    shared_split: int
-    shared_each: int
-    shared_down_batch: int
-
-    @property
-    def down_warps(self) -> int:
-        return self.split
+    shared_split: int = 0
+    shared_each: int = 0
+    shared_down_batch: int = 1
 
 
 def cut(spec: Spec, chosen: Geometry) -> Cut:
     """By shape; only ``tiles`` looks at the geometry."""
-    up = batch(spec.gate or spec.up, spec.up)
+    most = batch(spec.gate or spec.up, spec.up)
     count = steps(spec.hidden)
-    batches = -(-count // up)
-    warps = split(batches, min(batches, 8), 8)
-    each = -(-batches // warps) * up
-    tiles = chosen.tiles or max(1, 8 // warps)
-    tiles = max(1, min(tiles, 32 // warps, 15))
+    warps = split(count, count / most, 4, most)
+    each = -(-count // warps)
+    tiles = min(chosen.tiles or max(1, 4 // warps), 32 // warps)
     k = spec.router.top_k
     blocks = -(-(spec.out // 16) // NOMINAL_CORES)
     total = steps(spec.width)
-    most = batch(spec.down, spec.down)
-    parts = split(total, max(1.0, 24 / (k * min(blocks, 3))), max(1, 24 // k))
+    down_most = batch(spec.down, spec.down)
+    parts = split(total, max(1.0, 24 / (k * min(blocks, 3))), max(1, 24 // k), down_most)
     down_each = -(-total // parts)
-    shared_parts = shared_each = shared_batch = shared_most = 0
-    if spec.shared:
-        shared_batch = batch(spec.shared.gate or spec.shared.up, spec.shared.up)
-        shared_most = batch(spec.shared.down, spec.shared.down)
-        shared_total = steps(spec.shared.width)
-        room = max(1, 31 - k * parts)
-        shared_parts = split(shared_total, max(1.0, shared_total / down_each), min(room, 8))
-        shared_each = -(-shared_total // shared_parts)
-    return Cut(
+    plan = Cut(
         warps,
         each,
-        up,
-        shared_batch,
+        even_batch(each, most),
+        1,
         tiles,
         parts,
         down_each,
-        even_batch(down_each, most),
-        shared_parts,
-        shared_each,
-        even_batch(shared_each, shared_most) if shared_each else 1,
+        even_batch(down_each, down_most),
+    )
+    if not spec.shared:
+        return plan
+    shared = spec.shared
+    shared_total = steps(shared.width)
+    shared_most = batch(shared.down, shared.down)
+    room = min(8, 31 - k * parts)
+    shared_parts = split(shared_total, max(1.0, shared_total / down_each), room, shared_most)
+    shared_each = -(-shared_total // shared_parts)
+    return replace(
+        plan,
+        shared_batch=even_batch(each, batch(shared.gate or shared.up, shared.up)),
+        shared_split=shared_parts,
+        shared_each=shared_each,
+        shared_down_batch=even_batch(shared_each, shared_most),
     )
 
 
-def even_batch(each: int, most: int) -> int:
-    """The largest batch within ``most`` that leaves the least over."""
-    return min(range(1, most + 1), key=lambda u: (-(-each // u) * u - each, -u))
+def down_residents(spec: Spec, plan: Cut) -> int:
+    """Blocks of the second half that a multiprocessor is to hold at once (a bound on registers)."""
+    threads = 32 * (spec.router.top_k * plan.split + plan.shared_split)
+    wanted = -(-(spec.out // 16) // NOMINAL_CORES)
+    return max(1, min(wanted, 768 // threads, 4))

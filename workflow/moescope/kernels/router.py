@@ -33,6 +33,7 @@ def route(router: Router, logits: Any, small: dict[str, Any], token: Any = None)
             chosen = mx.argpartition(choice, kth=-k)[-k:]
         else:
             chosen = mx.argpartition(-choice, kth=k - 1)[:k]
+        score = choice if router.weigh_choice else score
     return chosen, _weights(router, score, chosen, logits, small)
 
 

@@ -108,14 +108,19 @@ def array_of(data: bytes | bytearray, dtype: Any) -> Any:
 
 
 def block(
-    language: str, spec: Spec, tensors: Tensors, *dynamic: Any, chosen: Geometry | None = None
+    language: str,
+    spec: Spec,
+    tensors: Tensors,
+    *dynamic: Any,
+    chosen: Geometry | None = None,
+    blocks: int = 3,
 ) -> dict[str, Any]:
     """Both halves of a block on the CPU: {"y" [out], "chosen", "weights", "middle": bytes}.
 
-    dynamic: the inputs that ``dynamic_names`` lists; chosen: the geometry (three blocks in all).
+    dynamic: the inputs that ``dynamic_names`` lists; blocks: of the first half on CUDA.
     """
     check(spec)
-    chosen = chosen or Geometry(blocks=3, prefetch=0)
+    chosen = chosen or Geometry(prefetch=0)
     prefetch = language == "cuda" and chosen.prefetch > 0
     first, second = static_inputs(spec, tensors, prefetch)
     first = dict(zip(dynamic_names(spec), dynamic, strict=True)) | first
@@ -130,7 +135,7 @@ def block(
         at = source.middle(spec)
         size = at["MID_BYTES"]
         launches = (
-            (chosen.blocks, plan.tiles * plan.warps * 32),
+            (blocks, plan.tiles * plan.warps * 32),
             (spec.out // 16, (spec.router.top_k * plan.split + plan.shared_split) * 32),
         )
         offsets = (at["MID_CHOSEN"], at["MID_WEIGHT"])

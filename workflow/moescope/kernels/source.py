@@ -85,6 +85,7 @@ def router_values(router: Router, dtype: str) -> dict[str, object]:
         "ROUTER_SELECT": SELECTS[router.select],
         "ROUTER_SCORE": SCORES[router.score],
         "ROUTER_BIAS": int(router.bias),
+        "ROUTER_WEIGHED": "choice" if router.bias and router.weigh_choice else "score",
         "ROUTER_HIGH": "true" if router.high else "false",
         "ROUTER_WEIGHT": WEIGHTS[router.weight],
         "ROUTER_EPSILON": number(router.epsilon),

@@ -17,7 +17,7 @@ class Router:
     select: "top_k"; "table" (deepseek_v4's first layers: a row of experts for each token id);
     "given" (the model's own router ran); "sparsemixer" (phimoe).
     score: "logit", "softmax", "sigmoid", "sqrt_softplus": what is ranked (``bias`` added to it
-    first) and gathered. high: among equals the higher index wins (``argpartition(g, -k)[-k:]``),
+    first) and gathered (``weigh_choice``: with the bias). high: among equals the higher index wins (``argpartition(g, -k)[-k:]``),
     else the lower (``argpartition(-g, k - 1)[:k]``).
     weight: "score", "sum" (divided by their sum plus epsilon), "softmax", "softmax_loose" (in the
     activations' own type), "logsigmoid" (inkling: a softmax over log-sigmoids, ``shared`` logits
@@ -31,6 +31,7 @@ class Router:
     select: str = "top_k"
     score: str = "logit"
     bias: bool = False
+    weigh_choice: bool = False
     high: bool = True
     weight: str = "score"
     epsilon: float = 0.0

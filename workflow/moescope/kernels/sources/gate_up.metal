@@ -1,7 +1,10 @@
   // Router and first half: every threadgroup chooses the experts for itself; a simdgroup takes
   // ROWS rows of gate and up. The order of every sum is fixed by the shape, never by the grid.
   threadgroup float vector[HIDDEN];
-  threadgroup float logit[ROUTER_LOGITS], score[ROUTER_E], choice[ROUTER_E];
+  threadgroup float logit[ROUTER_LOGITS], score[ROUTER_E];
+#if ROUTER_BIAS || ROUTER_SELECT == 3
+  threadgroup float choice[ROUTER_E];
+#endif
   threadgroup u32 chosen[32];
   threadgroup float weight[32];
   const int tid = int(thread_position_in_threadgroup.x);

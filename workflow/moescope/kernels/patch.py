@@ -1,0 +1,183 @@
+"""Fusing a loaded model in place, and taking it back.
+
+A block's call is replaced by giving that one object a subclass of its own class: parameters, paths
+and ``isinstance`` stay as they are. The subclass runs the kernels for a single token and calls the
+block's own path for everything else (prefill, batches, other types).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from moescope.errors import UserError
+
+from . import cuda, device, gate, metal, parity, reference
+from .families import Site, activations, sites
+from .layout import geometry
+from .spec import Spec, Tensors
+from .weights import Unsupported
+
+MARK = "__moescope_fused__"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One fused block. left: parts of it that keep their own path, with the reason."""
+
+    path: str
+    spec: Spec
+    left: tuple[str, ...] = ()
+
+
+@dataclass
+class Report:
+    """What ``fuse`` did. left: (path, reason) of every block that keeps its own path."""
+
+    device: str
+    fused: list[Fused] = field(default_factory=list)
+    left: list[tuple[str, str]] = field(default_factory=list)
+    crossover: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.fused)} blocks fused, {len(self.left)} left, on {self.device}"]
+        shapes: dict[str, list[str]] = {}
+        for block in self.fused:
+            shapes.setdefault(block.spec.label, []).append(block.path)
+        for label, paths in shapes.items():
+            lines.append(f"  fused: {label}: {paths[0]} and {len(paths) - 1} more")
+        apart = {text for block in self.fused for text in block.left}
+        lines += [f"  beside it: {text}" for text in sorted(apart)]
+        reasons: dict[str, list[str]] = {}
+        for path, reason in self.left:
+            reasons.setdefault(reason, []).append(path)
+        for reason, paths in reasons.items():
+            lines.append(f"  left: {reason}: {paths[0]} and {len(paths) - 1} more")
+        if self.crossover:
+            lines.append(f"  crossover: {self.crossover}")
+        return "\n".join(lines)
+
+
+def _reference(spec: Spec, tensors: Tensors, *_: Any) -> Callable[..., Any]:
+    kind = getattr(mx, spec.dtype)
+
+    def run(shape: tuple[int, ...], x: Any, *dynamic: Any) -> Any:
+        rest = list(dynamic)
+        given: dict[str, Any] = {}
+        if spec.router.select == "given":
+            given["picks"] = (rest.pop(0), rest.pop(0))
+        else:
+            given["logits"] = rest.pop(0)
+        if spec.router.select == "table":
+            given["token"] = rest.pop(0)
+        if rest:
+            given["shared_logit"] = rest.pop(0)
+        return reference.block(spec, tensors, x, **given).astype(kind).reshape(shape)
+
+    return run
+
+
+BUILDERS = {"cuda": cuda.build, "metal": metal.build, "reference": _reference}
+
+
+def fuse(model: Any, backend: str | None = None) -> Report:
+    """Fuse every MoE block of an mlx-lm or mlx-vlm model that fits; returns what was done and why.
+
+    backend: None for the device's own kernels; "reference" runs the float32 reference in their
+    place (slow; for tests without a GPU). Weights are taken as they are now: fuse again after
+    changing them. A model that is fused already is fused anew. Raises UserError on a malformed
+    environment variable or an unknown backend.
+    """
+    if backend not in (None, "reference"):
+        raise UserError(f"backend {backend!r} is not known; leave it out, or give 'reference'")
+    unfuse(model)
+    here = device.current()
+    language = backend or (here.language if here else "")
+    report = Report(f"{here.name or here.language}" if here else "CPU")
+    kind = activations(model)
+    if language != "reference" and kind not in (mx.bfloat16, mx.float16):
+        kind = None
+    found, report.left = sites(model, kind)
+    shape = geometry()
+    if here and backend is None:
+        known = gate.crossover(here, mx.__version__)
+        report.crossover = f"{known.max_width} ({known.kind}: {known.source})"
+    for site in found:
+        try:
+            run = _build(site, language, here, shape)
+        except Unsupported as reason:
+            report.left.append((site.path, str(reason)))
+            continue
+        _install(site, run)
+        report.fused.append(Fused(site.path, site.spec, tuple(site.left)))
+    return report
+
+
+def _build(site: Site, language: str, here: device.Device | None, shape: Any) -> Callable[..., Any]:
+    if language == "reference":
+        if gate.mode() == "off":
+            raise Unsupported(f"{gate.MODE}=off")
+    elif here is None:
+        raise Unsupported("no CUDA or Metal device")
+    else:
+        reason = gate.declined(site.spec, here, mx.__version__)
+        if reason:
+            raise Unsupported(reason)
+    return BUILDERS[language](site.spec, site.tensors, shape, here.cores if here else 0)
+
+
+def _install(site: Site, run: Callable[..., Any]) -> None:
+    module, kind = site.module, getattr(mx, site.spec.dtype)
+    mx.eval(site.tensors.small)
+    enter = site.enter(run)
+    original = type(module).__call__
+    plain = site.plain or (lambda *args, **kwargs: original(module, *args, **kwargs))
+    if parity.wanted():
+        enter = parity.probe.watch(site.path, enter, plain)
+    for companion, make in site.companions:
+        _replace(companion, _for_one_token(type(companion).__call__, make(), kind))
+    _replace(module, _for_one_token(original, enter, kind, site.plain))
+
+
+def _for_one_token(
+    original: Callable, enter: Callable, kind: Any, plain: Callable | None = None
+) -> Callable[..., Any]:
+    """The call that stands in: one token of the expected type is fused, all else is as before."""
+
+    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if x.size == x.shape[-1] and x.dtype == kind:
+            return enter(x, *args, **kwargs)
+        if plain is not None:
+            return plain(x, *args, **kwargs)
+        return original(self, x, *args, **kwargs)
+
+    return call
+
+
+def _replace(module: Any, call: Callable) -> None:
+    before = type(module)
+    fields = {
+        "__call__": call,
+        "__module__": before.__module__,
+        "__qualname__": before.__qualname__,
+        "__doc__": before.__doc__,
+        MARK: before,
+    }
+    object.__setattr__(module, "__class__", type(before.__name__, (before,), fields))
+
+
+def unfuse(model: Any) -> int:
+    """Give every fused module its own class back; returns how many there were.
+
+    Raises UserError if something else has been put over a fused module since: take that off first.
+    """
+    count = 0
+    for path, module in model.named_modules():
+        kind = type(module)
+        if MARK in vars(kind):
+            object.__setattr__(module, "__class__", vars(kind)[MARK])
+            count += 1
+        elif getattr(kind, MARK, None) is not None:
+            raise UserError("another change lies over the fused call; take it back first", path)
+    return count
