@@ -138,15 +138,19 @@ def test_an_override_that_matches_nothing(worker):
 
 
 def test_dtype_is_of_all_but_what_the_family_keeps(worker, tmp_path):
-    rules = {"default": AFFINE}
-    result = layout(worker, "mlx-vlm", "deepseek_v4", rules, dtype="bfloat16")
+    result = layout(worker, "mlx-lm", "lfm2_moe", {"default": AFFINE}, dtype="bfloat16")
     types = {tensor["name"]: tensor["dtype"] for tensor in result["tensors"]}
-    layer = "language_model.model.layers.1"
-    assert types[f"{layer}.attn_norm.weight"] == "BF16"
-    assert types[f"{layer}.ffn.switch_mlp.up_proj.scales"] == "BF16"
-    assert types[f"{layer}.attn.attn_sink"] == "F32"
-    assert types["language_model.model.layers.0.ffn.gate.tid2eid"] == "I32"
-    assert loads(worker, "mlx-vlm", tiny.write(tmp_path / "c", result))["finite"]
+    layer = "model.layers.1"
+    assert types[f"{layer}.operator_norm.weight"] == "BF16"
+    assert types[f"{layer}.feed_forward.switch_mlp.up_proj.scales"] == "BF16"
+    assert types[f"{layer}.feed_forward.switch_mlp.up_proj.weight"] == "U32"
+    assert types[f"{layer}.feed_forward.expert_bias"] == "F32"
+    assert loads(worker, "mlx-lm", tiny.write(tmp_path / "c", result))["finite"]
+    table = layout(worker, "mlx-vlm", "deepseek_v4", None, dtype="bfloat16")["tensors"]
+    types = {tensor["name"].partition("layers.0.")[2]: tensor["dtype"] for tensor in table}
+    assert types["ffn.gate.tid2eid"] == "I32"
+    assert types["attn.attn_sink"] == "F32"
+    assert types["attn_norm.weight"] == "BF16"
 
 
 def test_a_large_model_takes_no_memory(worker):

@@ -5,6 +5,7 @@ that must not matter any more is poisoned with NaN: if it still took part, the l
 """
 
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -191,6 +192,44 @@ def leaks(model):
     return found
 
 
+def in_force(model):
+    """The term that the clock is on, just before and after each kind of call of one step."""
+    found = {}
+    clock = scopes.Clock()
+
+    def note(kind, inner):
+        def call(module, *args, **kwargs):
+            if clock.active:
+                found.setdefault(f"before {kind}", set()).add(clock.stack[-1].term)
+            output = inner(module, *args, **kwargs)
+            if clock.active:
+                found.setdefault(f"after {kind}", set()).add(clock.stack[-1].term)
+            return output
+
+        return call
+
+    cache = model.prefill()
+    with Changes() as under, Changes() as over:
+        scopes._instrument(model.state, model.sites, under, clock)
+        blocks = model.sites.blocks
+        kinds = {
+            "attention": [part.module for part in model.sites.attention],
+            "block": [block.module for block in blocks],
+            "switch": [block.switch.module for block in blocks],
+            "first projection": [block.projections[0].module for block in blocks],
+            "last projection": [block.projections[-1].module for block in blocks],
+        }
+        if not model.sites.tied:
+            kinds["head"] = [model.sites.head.module]
+        for kind, modules in kinds.items():
+            for module in modules:
+                over.call(module, functools.partial(note, kind))
+        clock.start()
+        mx.eval(model.call([[37]], cache))
+        clock.stop()
+    return {point: sorted(terms) for point, terms in found.items()}
+
+
 def same(a, b):
     return bool(mx.allclose(a, b, rtol=1e-4, atol=1e-4).item())
 
@@ -221,9 +260,11 @@ def probe(package, path):
             for name, crash in (("skip_attention", False), ("delay_step=1ms", True))
         },
         "terms": {
-            part.path: sites.term_of(part.path)
-            for part in (*sites.attention, *sites.norms, sites.head)
+            path: sites.term_of(path)
+            for path, _ in state.model.named_modules()
+            if path.startswith(sites.root)
         },
+        "in_force": in_force(model),
         "leaks": leaks(model),
     }
     if not sites.blocks:
@@ -260,16 +301,12 @@ def probe(package, path):
             for label in primitives
         )
     block = sites.blocks[-1]
-    found["block_terms"] = {
-        "block": sites.term_of(block.path),
-        "block in": sites.term_of(block.path, "input"),
-        "switch": sites.term_of(block.switch.path),
-        "switch in": sites.term_of(block.switch.path, "input"),
-        "projection": sites.term_of(block.projections[-1].path),
-        "activation": sites.term_of(block.activation.path),
-        "shared": sites.term_of(block.shared[0].path) if block.shared else "shared_expert",
-        "inside attention": sites.term_of(f"{sites.attention[0].path}.q_proj"),
-        "root": sites.term_of(sites.root),
+    found["inputs"] = {
+        "block": sites.term_of(block.path, "input"),
+        "switch": sites.term_of(block.switch.path, "input"),
+        "projection": sites.term_of(block.projections[-1].path, "input"),
+        "root": sites.term_of(sites.root, "input"),
+        "root's output": sites.term_of(sites.root),
     }
     return found
 
