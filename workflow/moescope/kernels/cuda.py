@@ -209,20 +209,30 @@ def build(spec: Spec, tensors: Tensors, chosen: Geometry, cores: int) -> Callabl
     middle_types = [mx.uint32]
     out_types = [getattr(mx, spec.dtype)]
 
-    def run(shape: tuple[int, ...], *dynamic: Any) -> Any:
-        middle = gate_up(
+    def first_half_of(*dynamic: Any) -> list[Any]:
+        return gate_up(
             inputs=[*dynamic, *static_first],
             output_shapes=middle_shapes,
             output_dtypes=middle_types,
             grid=first_grid,
             threadgroup=first_group,
         )
+
+    def run(shape: tuple[int, ...], *dynamic: Any) -> Any:
         return down(
-            inputs=[*middle, *static_second],
+            inputs=[*first_half_of(*dynamic), *static_second],
             output_shapes=[shape],
             output_dtypes=out_types,
             grid=second_grid,
             threadgroup=second_group,
         )[0]
 
+    run.first_half = first_half_of
     return run
+
+
+def choice(spec: Spec, middle: Any) -> tuple[Any, Any]:
+    """What the router chose, from the first half's output: experts and weights [top_k]."""
+    at, k = source.middle(spec), spec.router.top_k
+    chosen, weights = at["MID_CHOSEN"] // 4, at["MID_WEIGHT"] // 4
+    return middle[chosen : chosen + k], middle[weights : weights + k].view(mx.float32)

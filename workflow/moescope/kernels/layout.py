@@ -17,6 +17,7 @@ VARIABLE = "MOESCOPE_FUSED_GEOMETRY"
 STEP = 128  # weights of a row that a warp takes at once
 REGISTER_WORDS = 32  # registers that a warp's lane may keep in flight for weights
 NOMINAL_CORES = 132
+DOWN_WARPS = 24  # warps of the second half that a multiprocessor is to hold
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def cut(spec: Spec, chosen: Geometry) -> Cut:
     blocks = -(-(spec.out // 16) // NOMINAL_CORES)
     total = steps(spec.width)
     down_most = batch(spec.down, spec.down)
-    parts = split(total, max(1.0, 24 / (k * min(blocks, 3))), max(1, 24 // k), down_most)
+    room = DOWN_WARPS / (k * min(blocks, 3))
+    parts = split(total, max(1.0, room), max(1, int(room * 1.2)), down_most)
     down_each = -(-total // parts)
     plan = Cut(
         warps,
@@ -148,4 +150,4 @@ def down_residents(spec: Spec, plan: Cut) -> int:
     """Blocks of the second half that a multiprocessor is to hold at once (a bound on registers)."""
     threads = 32 * (spec.router.top_k * plan.split + plan.shared_split)
     wanted = -(-(spec.out // 16) // NOMINAL_CORES)
-    return max(1, min(wanted, 768 // threads, 4))
+    return max(1, min(wanted, 896 // threads, 4))

@@ -32,13 +32,19 @@ def activate(spec: Spec, gate: Any, up: Any) -> Any:
     return gate * mx.sigmoid(gate) * up
 
 
+def multiply(weights: Any, value: Any) -> Any:
+    """weights [..., rows, columns] times value [..., columns]: products and sums in float32, where
+    a GPU's matmul may round its inputs to tf32."""
+    return (weights * mx.expand_dims(value, -2)).sum(axis=-1)
+
+
 def experts(spec: Spec, tensors: Tensors, x: Any, chosen: Any) -> Any:
     """Each chosen expert's output [top_k, out] in float32, x: [hidden]."""
     x = x.reshape(-1).astype(mx.float32)
     small = tensors.small
 
     def apply(name: str, projection: Projection, value: Any) -> Any:
-        y = (unpack(projection, chosen) @ value[..., None])[..., 0]
+        y = multiply(unpack(projection, chosen), value)
         factor = small.get(name + "_factor")
         if factor is not None:
             y = y * factor[chosen][:, None]
@@ -54,15 +60,15 @@ def experts(spec: Spec, tensors: Tensors, x: Any, chosen: Any) -> Any:
 def shared(spec: Spec, tensors: Tensors, x: Any, logit: Any, weights: Any) -> Any:
     """The shared expert's output [out] in float32. logit: its own gate's; weights: the router's."""
     x = x.reshape(-1).astype(mx.float32)
-    up = unpack(tensors.shared_up) @ x
-    gate = unpack(tensors.shared_gate) @ x if tensors.shared_gate else up
+    up = multiply(unpack(tensors.shared_up), x)
+    gate = multiply(unpack(tensors.shared_gate), x) if tensors.shared_gate else up
     value = activate(spec, gate, up)
     if spec.shared.weight == "gate":
-        value = value * mx.sigmoid(logit.reshape(-1)).astype(mx.float32)
+        value = value * mx.sigmoid(logit.reshape(-1).astype(mx.float32))
     elif spec.shared.weight == "router":
         parts = weights[-spec.router.shared :].astype(mx.float32)
         value = value * mx.repeat(parts, spec.shared.width // spec.router.shared)
-    return unpack(tensors.shared_down) @ value
+    return multiply(unpack(tensors.shared_down), value)
 
 
 def block(

@@ -74,7 +74,7 @@
 #if SHARED_TILES
         if (!routed) {
 #if SHARED_WEIGHT == 1
-          v *= sigmoid(to_float(shared_logit[0]));
+          v *= 1.f / (1.f + EXP(-to_float(shared_logit[0])));
 #elif SHARED_WEIGHT == 2
           v *= weight[ROUTER_K + (row + r) / (SHARED_WIDTH / ROUTER_SHARED)];
 #endif

@@ -2,11 +2,16 @@
 // Common to CUDA and Metal: FN, TG, shuffle, warp_max and the like come from the prelude.
 // Values are rounded to the activation type wherever the model's own operations round them, so
 // that equal values, and what they are resolved to, are the model's.
-FN float round_to_type(float v) {
-#if ROUTER_TYPE == 1
+FN float round_to_activation(float v) {
+#if TYPE == 1
   return as_float(round_bf16(v) << 16);
-#elif ROUTER_TYPE == 2
+#else
   return half_to_float(round_half(v));
+#endif
+}
+FN float round_to_type(float v) {  // nothing where the router works in float32
+#if ROUTER_TYPE
+  return round_to_activation(v);
 #else
   return v;
 #endif
