@@ -29,7 +29,7 @@ class ActivityOverheadKind(IntEnum):
 
 
 enabled: set[int] = set()
-single: set[tuple[str, int]] = set()
+disabled: set[tuple[str, int]] = set()
 _completed = None
 _last = 0
 _number = 0
@@ -55,11 +55,11 @@ def activity_disable(kind):
 
 
 def activity_enable_runtime_api(number, on):
-    (single.add if on else single.discard)(("runtime", number))
+    (disabled.discard if on else disabled.add)(("runtime", number))
 
 
 def activity_enable_driver_api(number, on):
-    (single.add if on else single.discard)(("driver", number))
+    (disabled.discard if on else disabled.add)(("driver", number))
 
 
 def activity_get_num_dropped_records(context, stream, address):
@@ -80,7 +80,7 @@ def activity_flush_all(flag):
         launch = RuntimeApiTraceCbid.cudaLaunchKernelExC_v11060
         other = RuntimeApiTraceCbid.cudaMalloc_v3020
         for call in (launch, other):
-            if ActivityKind.RUNTIME in enabled or ("runtime", call) in single:
+            if ActivityKind.RUNTIME in enabled and ("runtime", call) not in disabled:
                 records.append(
                     SimpleNamespace(
                         kind=5, cbid=call, start=at, end=at + 300, thread_id=1,

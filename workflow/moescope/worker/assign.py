@@ -7,7 +7,7 @@ expert's (shared expert), else neither (router). Likewise within the experts: th
 after its parts is the head; what is outside the model and depends on it is the sampler.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .boundaries import Call
@@ -67,9 +67,18 @@ def table(survey: Survey) -> Table:
 
 
 def terms(
-    graph: Graph, made: Sequence[int | None], calls: Sequence[Call], parts: Table
+    graph: Graph,
+    made: Sequence[int | None],
+    calls: Sequence[Call],
+    parts: Table,
+    returned: Mapping[str, Sequence[int]],
 ) -> list[str]:
-    """The term of each node. made: for each node the call that made it (boundaries.makers)."""
+    """The term of each node.
+
+    made: for each node the call that made it (boundaries.makers). returned: array -> the calls
+    that returned it (boundaries.results); where an intervention put a constant in a part's place,
+    that is how the part's output is known.
+    """
     places = _places(calls, parts)
     found: list[str] = []
     behind: list[tuple[int, int]] = []  # the node's block, and what of it the node depends on
@@ -79,24 +88,30 @@ def terms(
         flags = 0
         for name in graph.nodes[node].inputs:
             source = graph.maker.get(name)
-            if source is not None and behind[source][0] == block:
+            if source is None:
+                for constant in (places[of] for of in returned.get(name, ())):
+                    flags |= _flags(constant, parts) if constant.block == block else 0
+            elif behind[source][0] == block:
                 flags |= behind[source][1]
-            elif source is not None and block == NOWHERE:
+            elif block == NOWHERE:
                 flags |= MODEL
         term = _term(place, flags, parts)
-        if place is None:
-            pass
-        elif block == NOWHERE:
-            flags |= MODEL if place.part != parts.root or flags else 0
-        elif place.part in parts.projections:
-            flags |= EXPERTS | PROJECTION | (LAST if place.part in parts.last else 0)
-        elif place.inside & parts.switches:
-            flags |= EXPERTS
-        elif term == "shared_expert":
-            flags |= SHARED
+        if place and (block != NOWHERE or place.part != parts.root or flags):
+            flags |= _flags(place, parts) | (SHARED if term == "shared_expert" else 0)
         found.append(term)
         behind.append((block, flags))
     return found
+
+
+def _flags(place: Place, parts: Table) -> int:
+    """What depends on something made here depends on."""
+    if place.block == NOWHERE:
+        return MODEL
+    if place.part in parts.projections:
+        return EXPERTS | PROJECTION | (LAST if place.part in parts.last else 0)
+    if place.inside & parts.switches:
+        return EXPERTS
+    return SHARED if parts.terms.get(place.part) == "shared_expert" else 0
 
 
 def _term(place: Place | None, flags: int, parts: Table) -> str:

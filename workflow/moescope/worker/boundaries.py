@@ -33,10 +33,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Event:
-    """Arrays seen at a boundary, and the call that made what is new in them."""
+    """Arrays seen at a boundary, and the call that made what is new in them. output: they are that
+    call's result."""
 
     maker: int
     arrays: tuple[int, ...]
+    output: bool
 
 
 @dataclass
@@ -61,12 +63,12 @@ class Recorder:
         if self.stack and self.stack[-1] == call:
             self.stack.pop()
 
-    def see(self, maker: int, values: Any) -> None:
+    def see(self, maker: int, values: Any, output: bool = False) -> None:
         if not self.on:
             return
         found = tuple(arrays_in(values))
         self.arrays.update((hash(array), array) for array in found)
-        self.events.append(Event(maker, tuple(hash(array) for array in found)))
+        self.events.append(Event(maker, tuple(hash(array) for array in found), output))
 
     def forget(self) -> None:
         self.on = False
@@ -119,7 +121,7 @@ def _watch(recorder: Recorder, paths: list[str], suffix: str) -> Callable[[Calla
                 result = method(module, *args, **kwargs)
             finally:
                 recorder.leave(me)
-            recorder.see(me, result)
+            recorder.see(me, result, output=True)
             return result
 
         return watched
@@ -149,6 +151,17 @@ def _below(path: str, child: Any) -> Iterator[tuple[str, nn.Module]]:
     elif isinstance(child, dict):
         for name, item in child.items():
             yield from _below(f"{path}.{name}", item)
+
+
+def results(events: Iterable[Event], names: dict[int, str]) -> dict[str, list[int]]:
+    """Array -> the calls that returned it, as far as the arrays have names."""
+    found: dict[str, list[int]] = {}
+    for event in events:
+        if event.output:
+            for array in event.arrays:
+                if array in names:
+                    found.setdefault(names[array], []).append(event.maker)
+    return found
 
 
 def makers(graph: Graph, events: Iterable[Event], names: dict[int, str]) -> list[int | None]:

@@ -9,6 +9,7 @@ host and GPU (``now``).
 """
 
 import ctypes
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ LAUNCHES = (
     "cuLaunchKernelEx",
 )
 
+NO_CALL = re.compile("INVALID|SIZE|FORCE_INT")  # members of CUPTI's lists that are no calls
+
 _cupti: Any = None
 _events: "Events | None" = None
 
@@ -41,7 +44,6 @@ class Events:
     kernels: name, start, end, grid x y z, block x y z, stream, graph, graph node, correlation.
     copies: kind ("memcpy" or "memset"), start, end, bytes, stream, graph, graph node, correlation.
     calls: name, start, end, thread, correlation. overhead: kind, start, end.
-    markers: name, time, id, flags (NVTX ranges: start and end share an id).
     dropped: records lost to LIMIT or by CUPTI itself.
     """
 
@@ -49,11 +51,10 @@ class Events:
     copies: list[tuple] = field(default_factory=list)
     calls: list[tuple] = field(default_factory=list)
     overhead: list[tuple] = field(default_factory=list)
-    markers: list[tuple] = field(default_factory=list)
     dropped: int = 0
 
     def __len__(self) -> int:
-        return sum(map(len, (self.kernels, self.copies, self.calls, self.overhead, self.markers)))
+        return sum(map(len, (self.kernels, self.copies, self.calls, self.overhead)))
 
 
 def prepare() -> None:
@@ -85,29 +86,28 @@ def now() -> int:
 
 
 @contextmanager
-def recording(calls: str = "launches", markers: bool = False) -> Iterator[Events]:
+def recording(calls: str = "launches") -> Iterator[Events]:
     """Collect records; complete when the context is left, if the GPU is idle then.
 
     calls: "launches" (only what starts GPU work), "all" (every CUDA call, at a cost per call) or
-    "none". markers: NVTX ranges too.
+    "none".
     """
     global _events
     cupti = running()
     _flush()  # what came before is dropped
-    kinds = ["OVERHEAD"] + (["RUNTIME", "DRIVER"] if calls == "all" else [])
-    kinds += ["MARKER"] if markers else []
+    kinds = ["OVERHEAD"] + (["RUNTIME", "DRIVER"] if calls != "none" else [])
     events = _events = Events()
     try:
         for kind in kinds:
             cupti.activity_enable(getattr(cupti.ActivityKind, kind))
         if calls == "launches":
-            _launches(1)
+            _others(0)
         yield events
     finally:
         _flush()
         _events = None
         if calls == "launches":
-            _launches(0)
+            _others(1)
         for kind in kinds:
             cupti.activity_disable(getattr(cupti.ActivityKind, kind))
         lost = ctypes.c_size_t()
@@ -119,13 +119,14 @@ def _flush() -> None:
     _cupti.activity_flush_all(1)
 
 
-def _launches(on: int) -> None:
+def _others(on: int) -> None:
+    """Switch the records of calls that start no GPU work."""
     for table, enable in (
         (_cupti.RuntimeApiTraceCbid, _cupti.activity_enable_runtime_api),
         (_cupti.DriverApiTraceCbid, _cupti.activity_enable_driver_api),
     ):
         for call in table:
-            if call.name.split("_")[0] in LAUNCHES:
+            if call.name.split("_")[0] not in LAUNCHES and not NO_CALL.search(call.name):
                 enable(int(call), on)
 
 
@@ -158,8 +159,6 @@ def _drain(records: list[Any]) -> None:
         elif r.kind == kind.OVERHEAD:
             name = _cupti.ActivityOverheadKind(r.overhead_kind).name
             events.overhead.append((name, r.start, r.end))
-        elif r.kind == kind.MARKER:
-            events.markers.append((r.name, r.timestamp, r.id, r.flags_))
 
 
 _names: dict[tuple[bool, int], str] = {}

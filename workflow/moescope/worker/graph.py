@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from .assign import Table, table, terms
-from .boundaries import Recorder, makers, recorded
+from .boundaries import Recorder, makers, recorded, results
 from .modules import TERMS, survey
 from .order import WIDTH, Graph, evaluation, parse
 from .patches import applied
@@ -62,7 +62,7 @@ def export(outputs: list[mx.array], recorder: Recorder, parts: Table) -> Step:
         graph,
         evaluation(graph, [names[hash(array)] for array in outputs], width),
         [calls[call].path if call is not None and call >= 0 else "" for call in made],
-        terms(graph, made, calls, parts),
+        terms(graph, made, calls, parts, results(recorder.events, names)),
         len(calls),
         hashlib.sha256(text.encode()).hexdigest(),
     )

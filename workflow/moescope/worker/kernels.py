@@ -12,11 +12,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import cupti, nvtx, runtime
+from . import cupti, nvtx, runtime, scopes
 from .graph import Step, capture
+from .modules import survey
 from .patches import applied
 from .state import Refusal, State, check_ids
 from .steps import watched
+from .wrap import Changes
 
 SCHEMA = "moescope/events/1"
 
@@ -28,6 +30,7 @@ def run(
     save: str,
     calls: str = "launches",
     order: bool = False,
+    forced: bool = False,
     patches: list[str] | tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Decode ``tokens`` tokens greedily after ``prompt``; write what happened to ``save``.
@@ -39,7 +42,8 @@ def run(
     a CUDA call of its own. Exports each step's graph ("sequences" of [primitive, module, term] in
     order of execution; "steps": step -> which) and listens to MLX's ranges ("ranges": [name, time]
     where one begins, [null, time] where the last begun ends; null if they cannot be heard). Host
-    times mean nothing then. Times are nanoseconds.
+    times mean nothing then. forced: evaluate at module boundaries, as scopes does; "boundaries" are
+    [term, time] then: the term of what ran since the one before. Times are nanoseconds.
     """
     check_ids("prompt", prompt)
     cupti.running()
@@ -63,11 +67,14 @@ def run(
 
     steps: dict[int, Step] = {}
     heard: list[tuple[str | None, int]] | None = None
+    boundaries: list[tuple[str, int]] = []
     with applied(state, patches):
         runtime.synchronize(state)
-        with cupti.recording(calls, markers=order) as events:
+        with cupti.recording(calls) as events:
             mark("begin", 0)
-            if order:
+            if forced:
+                boundaries = _forced(state, prompt, tokens)
+            elif order:
                 wanted = set(range(1, tokens + 1))
                 with nvtx.listening(cupti.now) as heard:
                     steps = capture(state, decode, wanted, lambda step: mark("taken", step))
@@ -86,9 +93,10 @@ def run(
         **_table("copies", events.copies),
         **_table("calls", events.calls),
         **_table("overhead", events.overhead),
-        **_table("markers", events.markers),
         "dropped": events.dropped,
         "ranges": heard,
+        "boundaries": boundaries,
+        "forced_tokens": tokens if forced else 0,
         "sequences": sequences,
         "steps": which,
     }
@@ -101,12 +109,32 @@ def run(
         "kernel_s": sum(row[2] - row[1] for row in events.kernels) / 1e9,
         "calls": len(events.calls),
         "ranges": None if heard is None else len(heard),
-        "markers": len(events.markers),
         "dropped": events.dropped,
         "wall_s": (marks[-1][2] - marks[0][2]) / 1e9,
         "token_ns": [time for what, _, time in marks if what == "token"],
         "peak_memory": mx.get_peak_memory(),
     }
+
+
+class _Marked(scopes.Clock):
+    """The clock of the scopes, which also keeps when each boundary was passed."""
+
+    def start(self) -> None:
+        super().start()
+        self.boundaries: list[tuple[str, int]] = [("", cupti.now())]
+
+    def _add(self) -> None:
+        term = self.stack[-1].term
+        super()._add()
+        self.boundaries.append((term, cupti.now()))
+
+
+def _forced(state: State, prompt: list[int], tokens: int) -> list[tuple[str, int]]:
+    with Changes() as changes:
+        clock = _Marked()
+        scopes._instrument(state, survey(state).known(), changes, clock)
+        scopes._one(state, clock, prompt, tokens)
+        return clock.boundaries
 
 
 def _distinct(sequences: dict[int, list]) -> tuple[list[list], dict[int, int]]:
