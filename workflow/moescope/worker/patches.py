@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from .modules import MoeBlock, Survey, survey
+from .spin import spin
 from .state import Refusal, State
 from .wrap import Changes
 
@@ -246,6 +247,24 @@ def _late(seconds: float, inner: Callable) -> Callable:
     return call
 
 
+def _spin(places: Callable[[State, Survey], list[Any]]) -> Callable:
+    def apply(state: State, sites: Survey, changes: Changes, microseconds: float) -> None:
+        found = places(state, sites)
+        if not found:
+            raise Refusal("not_applicable", "the model has no such part")
+        for module in found:
+            changes.call(module, partial(_held, microseconds))
+
+    return apply
+
+
+def _held(microseconds: float, inner: Callable) -> Callable:
+    def call(module, x, *args, **kwargs):
+        return inner(module, spin(x, microseconds), *args, **kwargs)
+
+    return call
+
+
 def wait(seconds: float) -> None:
     """Keep the host for this long, to some microseconds."""
     end = time.perf_counter() + seconds
@@ -263,7 +282,16 @@ def _routers(state: State, sites: Survey) -> list[Any]:
     ]
 
 
-NONE, COUNT, TIME = "", r"(\d+)", r"(\d+(?:\.\d+)?)ms"
+def _gathers(state: State, sites: Survey) -> list[Any]:
+    return [block.projections[0].module for block in sites.blocks]
+
+
+def _attentions(state: State, sites: Survey) -> list[Any]:
+    return [part.module for part in sites.attention]
+
+
+NONE, COUNT = "", r"(\d+)"
+TIME, SHORT = r"(\d+(?:\.\d+)?)ms", r"(\d+(?:\.\d+)?)us"
 PATCHES: dict[str, tuple[str, Callable]] = {
     "skip_experts": (NONE, _skip_experts),
     "skip_router": (NONE, _skip_router),
@@ -273,13 +301,11 @@ PATCHES: dict[str, tuple[str, Callable]] = {
     "split_gather": (COUNT, _split_gather),
     # A delay at each call of the part (once a layer); of delay_step, at each step.
     "delay_router": (TIME, _delay(_routers)),
-    "delay_expert_gather": (
-        TIME,
-        _delay(lambda state, sites: [block.projections[0].module for block in sites.blocks]),
-    ),
-    "delay_attention": (
-        TIME,
-        _delay(lambda state, sites: [part.module for part in sites.attention]),
-    ),
+    "delay_expert_gather": (TIME, _delay(_gathers)),
+    "delay_attention": (TIME, _delay(_attentions)),
     "delay_step": (TIME, _delay(lambda state, sites: [state.root])),
+    # On a CUDA GPU: a kernel that lasts this long, at each call of the part.
+    "spin_router": (SHORT, _spin(_routers)),
+    "spin_expert_gather": (SHORT, _spin(_gathers)),
+    "spin_attention": (SHORT, _spin(_attentions)),
 }
