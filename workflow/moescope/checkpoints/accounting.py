@@ -56,7 +56,7 @@ def per_token(found: Iterable[Module], architecture: Architecture) -> dict[str, 
     """
     found = list(found)
     read = dict.fromkeys(TERMS, 0)
-    tied = is_tied(found)
+    tied, routed = is_tied(found), 0
     for module in found:
         term = TERM_OF.get(module.group, "other")
         for parameter, tensor in module.tensors.items():
@@ -68,11 +68,13 @@ def per_token(found: Iterable[Module], architecture: Architecture) -> dict[str, 
                 if tied and _is_token_embedding(module):
                     read["head"] += tensor.bytes
             elif module.group == "experts":
-                read[term] += tensor.bytes * architecture.top_k // architecture.experts
+                routed += tensor.bytes
             elif TABLES.search(name):
                 read[term] += _row(tensor)
             else:
                 read[term] += tensor.bytes
+    if routed:
+        read["expert_gather"] = routed * architecture.top_k // architecture.experts
     return {**read, "total": sum(read.values())}
 
 

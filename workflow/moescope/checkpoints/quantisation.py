@@ -14,10 +14,12 @@ from ..errors import UserError
 from ..files import digest
 from .headers import Tensor
 
-FLOATING = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+FLOATING = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8 e4m3"}
 # Modes of fixed bits and group size.
 FIXED = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 QUANTISED = ("weight", "scales", "biases")
+# gpt_oss as published: "gate_up_proj_blocks" [..., groups, 16] uint8 with "gate_up_proj_scales".
+PUBLISHED = {"blocks": "weight", "scales": "scales"}
 PREFIXES = ("model.language_model.", "language_model.")
 REST = ("attention", "shared_experts", "dense_mlp", "head", "embedding")
 OUTSIDE = ("vision", "audio", "mtp")
@@ -75,7 +77,7 @@ def modules(
     parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
     kinds: dict[str, str] = {}
     for name, tensor in tensors.items():
-        path, _, parameter = name.rpartition(".")
+        path, parameter = _split(name)
         parts[path][parameter] = tensor
         if kinds.setdefault(path, groups[name]) != groups[name]:
             # A parameter of a block itself (a router's bias): a module of its own.
@@ -87,6 +89,21 @@ def modules(
         Module(path, kinds[path], parts[path], _rule(path, parts[path], default, named))
         for path in sorted(parts)
     ]
+
+
+def _split(name: str) -> tuple[str, str]:
+    path, _, parameter = name.rpartition(".")
+    stem, _, last = parameter.rpartition("_")
+    if stem.endswith("_proj") and last in PUBLISHED:
+        return f"{path}.{stem}", PUBLISHED[last]
+    return path, parameter
+
+
+def _packed(weight: Tensor, scales: Tensor) -> tuple[tuple[int, ...], int]:
+    """(shape without the packed axes, bits of the rest)."""
+    if weight.dtype == "U8" and len(weight.shape) == len(scales.shape) + 1:
+        return weight.shape[:-2], 8 * weight.shape[-1] * weight.shape[-2]
+    return weight.shape[:-1], 32 * weight.shape[-1] if weight.dtype == "U32" else 0
 
 
 def stated(config: dict[str, Any]) -> tuple[Rule | None, dict[str, Rule | None]]:
@@ -176,12 +193,11 @@ def _rule(
             " none; mend config.json: quantization",
             where=path,
         )
-    columns, groups = weight.shape[-1] * 32, scales.shape[-1]
+    outer, stored = _packed(weight, scales)
     affine = "biases" in parts
     fits = (
-        weight.dtype == "U32"
-        and weight.shape[:-1] == scales.shape[:-1]
-        and columns == said.bits * said.group_size * groups
+        outer == scales.shape[:-1]
+        and stored == said.bits * said.group_size * scales.shape[-1] > 0
         and affine == (said.mode == "affine")
         and (affine or scales.dtype == "U8")
     )
@@ -199,8 +215,9 @@ def _rule(
 def _kind(parts: dict[str, Tensor]) -> str:
     """What the shapes alone prove."""
     weight, scales = parts["weight"], parts["scales"]
-    product, left = divmod(weight.shape[-1] * 32, scales.shape[-1])
-    if left:
+    stored = _packed(weight, scales)[1]
+    product, left = divmod(stored, scales.shape[-1] or 1)
+    if left or not stored:
         return "nothing that MLX packs"
     if "biases" in parts:
         likely = [
@@ -227,7 +244,7 @@ def table(found: Iterable[Module]) -> list[dict[str, Any]]:
     for module in found:
         for parameter, tensor in module.tensors.items():
             rule = module.rule if parameter in QUANTISED else None
-            key = (module.group, rule, "U32" if rule else tensor.dtype,
+            key = (module.group, rule, module.tensors["weight"].dtype if rule else tensor.dtype,
                    module.tensors["scales"].dtype if rule else None)  # fmt: skip
             lines[key][0] += 1
             lines[key][1] += tensor.bytes
