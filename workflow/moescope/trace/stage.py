@@ -32,6 +32,7 @@ BACKENDS = {"cuda": "moescope.trace.cuda"}
 GATHERS = ("GatherMM", "GatherQMM")
 MOE_TERMS = ("router", "expert_gather", "activation", "combine", "shared_expert")
 LOCK_LIMIT_S = 3600.0
+MAX_WAIT_S = 30.0  # shares of one pass suffer less from a neighbour than times of two arms do
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def run(task: Task) -> None:
     params = task.params
     arm, backend = params["arm"], params["machine"]["backend"]
     bench = benches.open_bench(task, [arm["runtime"]], params["shape"]["prompt"])
-    settings = guards.DEFAULTS | params.get("guard", {})
+    settings = guards.DEFAULTS | {"max_wait_s": MAX_WAIT_S} | params.get("guard", {})
     found = Found(params["trace"]["tokens"])
     with guards.locked(f"trace {task.subject}", backend, LOCK_LIMIT_S, task.say):
         probes = guards.probes(settings, backend)
