@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -51,6 +52,8 @@ class Raw:
     def line(self, text):
         self.process.stdin.write(text + "\n")
         self.process.stdin.flush()
+        ready, _, _ = select.select([self.process.stdout], [], [], 30)
+        assert ready, "no reply in 30 s"
         return json.loads(self.process.stdout.readline())
 
     def ask(self, do, **arguments):
@@ -139,25 +142,32 @@ def test_it_ends_with_its_input_and_on_quit():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a Linux service of the kernel")
 def test_it_dies_with_its_parent():
+    # The worker's input stays open: its end is not what ends it.
+    reader, writer = os.pipe()
     code = (
         "import subprocess, sys, time; p = subprocess.Popen([sys.argv[1], '-m', 'moescope.worker'],"
-        " stdin=subprocess.PIPE, stdout=subprocess.PIPE); print(p.stdout.readline().decode());"
+        " stdin=int(sys.argv[2]), stdout=subprocess.PIPE); print(p.stdout.readline().decode());"
         " sys.stdout.flush(); time.sleep(60)"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", code, arm_python()],
+        [sys.executable, "-c", code, arm_python(), str(reader)],
         env={**os.environ, "PYTHONPATH": str(ROOT / "workflow")},
         stdout=subprocess.PIPE,
         text=True,
+        pass_fds=[reader],
     )
+    os.close(reader)
     child = json.loads(parent.stdout.readline())["pid"]
     os.kill(child, 0)
     os.kill(parent.pid, signal.SIGKILL)
     parent.communicate(timeout=10)
     deadline = time.monotonic() + 5
-    while _alive(child) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _alive(child)
+    try:
+        while _alive(child) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not _alive(child)
+    finally:
+        os.close(writer)
 
 
 def _alive(pid):
