@@ -94,6 +94,7 @@ class Fake:
             "finite": str(run) not in setting("NAN_AT").split(","),
             "peak_memory": 3000,
             "tool_rate": made / decode_s,
+            **({"same_prompt": False} if setting("OWN_PROMPT") else {}),
         }
 
     def token(self, prompt, index, run):
@@ -125,6 +126,8 @@ class Fake:
         }
 
     def forced(self, prompt, continuation, save, patches=()):
+        if setting("NO_FORCED"):
+            raise Refused("not_applicable", "a command has no forced")
         import numpy
 
         vocab = 50

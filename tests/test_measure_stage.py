@@ -1,6 +1,7 @@
 """The measure stage end to end, over a fake worker: voids, rejections, kill, resume, lock."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +14,11 @@ import pytest
 
 import stages
 from moescope.errors import UserError
-from moescope.files import read_json, read_jsonl
+from moescope.files import read_json, read_jsonl, write_json
 from moescope.measure import guard as guards
 from moescope.measure import stage
 from moescope.measure.cpu import CpuReading
+from moescope.task import INGREDIENTS
 from moescope.verdict.results import read_runs
 
 TESTS = Path(stages.__file__).parent
@@ -303,3 +305,54 @@ def test_two_at_once_wait_for_each_other_or_refuse(tmp_path):
     finally:
         other.kill()
         other.wait()
+
+
+@pytest.mark.skipif(
+    not (shutil.which("git") and shutil.which("make") and shutil.which("cc")),
+    reason="needs git, make and a C compiler",
+)
+def test_a_command_is_measured_beside_a_worker(tmp_path, monkeypatch):
+    import toy_runtime
+    from moescope.runtimes import binary
+    from moescope.trace import stage as trace
+
+    commit = toy_runtime.write(tmp_path / "toy")
+    runtime = toy_runtime.runtime(tmp_path / "toy", commit)
+    tool = binary.provide(runtime, tmp_path / "work", tmp_path)
+    monkeypatch.setattr(binary, "ensure", lambda *_: tool)
+    toy = {"name": "toy", "runtime": "toy", "role": "candidate", "env": {"TOY_MS": "5"}}
+    patched = toy | {"name": "patched", "role": "intervention", "patches": ["skip_experts"]}
+    arms = (stages.arm("ref", "reference"), toy, patched)
+
+    def with_toy(task):
+        build = task.root / "results" / "build" / "toy" / "t0"
+        made_of = {"schema": INGREDIENTS, "key": "t0", "params": {"runtime": runtime}}
+        write_json(build / "ingredients.json", made_of)
+        task.upstream["build/toy"] = build
+        return task
+
+    params = stages.measure_params(arms, count=3)
+    task = with_toy(stages.make(tmp_path, "measure", "tiny", params))
+    (tmp_path / "root/work/checkpoints/f0").mkdir(parents=True)
+    write_json(tmp_path / "root/work/checkpoints/f0/config.json", {"model_type": "tiny"})
+    stage.run(task)
+    rows = [row for row in read_runs(task.out / "runs.jsonl") if row["arm"] == "toy"]
+    assert [row["valid"] for row in rows] == [True] * 3
+    assert all(row["token_s"] is None and row["decode_s"] >= 0.025 for row in rows)
+    assert rows[0]["paths"] and rows[0]["binary_sha256"] == tool.sha256
+    environment = read_json(task.out / "environment.json")
+    assert "cannot be patched" in environment["not_applicable"]["patched"]
+
+    params = {
+        "arm": toy,
+        "shape": stages.SHAPE,
+        "trace": {"passes": 2, "tokens": 4},
+        "limits": {"conservation": 0.02},
+        "guard": stages.GUARD,
+        "machine": stages.MACHINE,
+    }
+    task = with_toy(stages.make(tmp_path, "trace", "tiny.toy", params))
+    trace.run(task)
+    found = read_json(task.out / "trace.json")
+    assert found["instruments"] == []
+    assert "time by term: a command has no scopes" in found["not_measured"]

@@ -9,7 +9,7 @@ import stages
 from moescope.errors import UserError
 from moescope.files import read_json
 from moescope.verdict import parity
-from moescope.verdict.parity import (
+from moescope.verdict.judge import (
     Judge,
     Seen,
     difference,
@@ -30,7 +30,8 @@ def logits_for(tokens, vocab=10, gap=3.0):
 
 
 def seen(tokens=TOKENS, logits=None, finite=True):
-    return Seen(tokens, "hash", finite, logits_for(TOKENS) if logits is None else logits)
+    logits = logits_for(TOKENS) if logits is None else logits
+    return Seen(tokens, "hash", finite, logits, len(tokens))
 
 
 def judge(reference=None, synthetic=False):
@@ -132,6 +133,18 @@ def test_the_longest_loop_is_that_of_a_search_by_hand(tokens, most):
     assert tuple(longest_loop(tokens, most).values()) == best
 
 
+def test_what_a_command_does_not_show_is_not_compared_and_voids_nothing():
+    shy = Seen(None, None, None, None, 10, "the command prints no token ids")
+    found = judge().compare(shy)
+    assert found["void"] is None and found["not_compared"] == "the command prints no token ids"
+    assert found["greedy"] is found["forced"] is found["repetition"] is None
+    short = Seen(None, None, None, None, 9)
+    assert judge().compare(short)["void"] == "9 tokens generated, not 10"
+    # Its tokens may be there without logits.
+    told = judge().compare(Seen([*TOKENS[:9], 1], "h", None, None, 10))
+    assert told["greedy"]["first_divergence"] == 9 and told["forced"] is None
+
+
 # The stage, over the fake worker.
 
 
@@ -180,6 +193,14 @@ def test_the_stage_compares_each_arm_with_the_reference(stage):
     )
     assert found["loops"]["void"].startswith("the text repeats itself: 12 tokens with period 2")
     assert found["none"] == {"void": "unsupported: mlx-vlm does not load it"}
+
+
+def test_an_arm_that_cannot_be_led_is_compared_by_its_tokens(stage):
+    found = stage(stages.arm("ref", "reference"), stages.arm("cmd", "candidate", no_forced="1"))
+    assert found["cmd"]["greedy"]["identical"] and found["cmd"]["forced"] is None
+    found = stage(stages.arm("ref", "reference"), stages.arm("cmd", "candidate", own_prompt="1"))
+    assert found["cmd"]["not_compared"] == "the command chooses its own prompt"
+    assert found["cmd"]["greedy"] is None and found["cmd"]["void"] is None
 
 
 def test_a_reference_that_does_not_run_ends_the_stage(stage):

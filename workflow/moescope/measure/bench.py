@@ -1,5 +1,6 @@
 """What arms stand on: the weights, an interpreter for each runtime, the prompt, the log."""
 
+import importlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,21 +20,33 @@ LOAD_LIMIT_S = 3600.0
 FIRST_LIMIT_S = 3600.0  # the first pass compiles: minutes on a GPU
 
 
+# Commands are imported by name: the plan adds them to the code of the stages whose study has one,
+# so that studies without any do not depend on how commands are run.
+BINARY, COMMAND = "moescope.runtimes.binary", "moescope.runtimes.command"
+
+
 @dataclass(frozen=True)
 class Bench:
-    """weights: the checkpoint's folder. interpreters, packages: by runtime. prompt: token ids."""
+    """weights: the checkpoint's folder. runtimes: by name, an Interpreter or a command's Tool.
+    packages: by runtime, None for a command. prompt: token ids."""
 
     weights: Path
-    interpreters: dict[str, Interpreter]
-    packages: dict[str, str]
+    runtimes: dict[str, Any]
+    packages: dict[str, str | None]
     prompt: list[int]
     root: Path
     log: Path
 
     def worker(self, arm: dict[str, Any]) -> Worker:
         """A worker for an arm and all that share its process; not started yet."""
-        interpreter = self.interpreters[arm["runtime"]]
-        return Worker(interpreter.python, interpreter.env, self.root, self.log, arm.get("env", {}))
+        runtime, settings = self.runtimes[arm["runtime"]], arm.get("env", {})
+        if isinstance(runtime, Interpreter):
+            return Worker(runtime.python, runtime.env, self.root, self.log, settings)
+        return importlib.import_module(COMMAND).CommandWorker(runtime, self.log, settings)
+
+    def variables(self, arm: dict[str, Any]) -> dict[str, str]:
+        """The environment that an arm's runtime is given, before what a worker sets itself."""
+        return self.runtimes[arm["runtime"]].env | arm.get("env", {})
 
     def loading(self, arm: dict[str, Any]) -> dict[str, Any]:
         """Arguments of the request ``load`` for an arm."""
@@ -56,11 +69,19 @@ def open_bench(task: Task, runtimes: list[str], prompt: int) -> Bench:
         task.work,
         task.root,
     )
-    builds = {runtime: task.upstream[f"build/{runtime}"] for runtime in dict.fromkeys(runtimes)}
+    ready: dict[str, Any] = {}
+    packages: dict[str, str | None] = {}
+    for name in dict.fromkeys(runtimes):
+        path = task.upstream[f"build/{name}"]
+        runtime = ingredients(path)["params"]["runtime"]
+        command = runtime["kind"] == "command"
+        maker = importlib.import_module(BINARY) if command else environments
+        ready[name] = maker.ensure(path, task.work, task.root)
+        packages[name] = runtime.get("package")
     return Bench(
         Path(weights).resolve(),
-        {name: environments.ensure(path, task.work, task.root) for name, path in builds.items()},
-        {name: ingredients(path)["params"]["runtime"]["package"] for name, path in builds.items()},
+        ready,
+        packages,
         prompt_ids(prompt, vocab),
         task.root,
         task.work / "logs" / f"{task.stage}.{task.subject}.{task.key}.log",

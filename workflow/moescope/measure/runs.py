@@ -23,6 +23,17 @@ KEPT = (
     "peak_memory",
     "tool_rate",
 )
+# What only some runtimes report.
+ALSO_KEPT = (
+    "load_s",
+    "paths",
+    "phases",
+    "binary_sha256",
+    "process_s",
+    "position_in_process",
+    "counted",
+    "same_prompt",
+)
 
 
 def run_id(number: int, arm: str, attempt: int) -> str:

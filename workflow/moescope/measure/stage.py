@@ -15,7 +15,7 @@ from . import bench as benches
 from . import guard as guards
 from . import host
 from .journal import Journal
-from .runs import KEPT, RUN, run_id, write_runs
+from .runs import ALSO_KEPT, KEPT, RUN, run_id, write_runs
 from .schedule import order, processes
 from .validity import flag_changed_tokens, void
 
@@ -214,6 +214,7 @@ class Session:
             "attempt": attempt,
             "started": started,
             **{key: result[key] for key in KEPT},
+            **{key: result[key] for key in ALSO_KEPT if key in result},
             "env": self.arms[arm].get("env", {}),
             "patches": self.arms[arm].get("patches", []),
             "process": {

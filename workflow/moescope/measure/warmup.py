@@ -23,7 +23,7 @@ def run(task: Task) -> None:
     params = task.params
     arm, shape = params["arm"], params["shape"]
     bench = benches.open_bench(task, [arm["runtime"]], shape["prompt"])
-    caches = cache_folders(bench.interpreters[arm["runtime"]].env | arm.get("env", {}))
+    caches = cache_folders(bench.variables(arm))
     what = f"warmup {task.subject}"
     with (
         guards.locked(what, params["machine"]["backend"], LOCK_LIMIT_S, task.say),
