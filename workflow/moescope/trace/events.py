@@ -151,6 +151,8 @@ def demangle(name: str) -> str:
     """A kernel's name in C++, without its return type, its parameters and MLX's namespace."""
     import cxxfilt
 
+    if not name.startswith("_Z"):
+        return name
     try:
         text = cxxfilt.demangle(name)
     except cxxfilt.InvalidName:

@@ -263,24 +263,21 @@ def _launching_thread(calls: Sequence[Call]) -> int | None:
     return threads.most_common(1)[0][0] if threads else None
 
 
-def forced(events: Events) -> dict[str, dict[str, float]]:
-    """term -> {"ms", "launches"} a token of a pass that forces evaluation at module boundaries: a
-    kernel belongs to the term of the boundary that follows it."""
+def forced(events: Events) -> Window | None:
+    """A pass that forces evaluation at module boundaries: a kernel belongs to the term of the
+    boundary that follows it. None without boundaries. wall: from the first to the last."""
     times = [time for _, time in events.boundaries]
-    tokens = events.forced_tokens
-    found: dict[str, dict[str, float]] = {}
-    if not times:
-        return found
-    at = 0
+    if not times or not events.forced_tokens:
+        return None
+    found, at = [], 0
     for kernel in sorted(events.kernels, key=lambda k: k.start):
         while at < len(times) and times[at] <= kernel.start:
             at += 1
-        if at == 0 or at == len(times):
-            continue  # before the first boundary or after the last: not of the window
-        entry = found.setdefault(events.boundaries[at][0], {"ms": 0.0, "launches": 0.0})
-        entry["ms"] += kernel.ns / 1e6 / tokens
-        entry["launches"] += 1 / tokens
-    return found
+        if 0 < at < len(times):  # else before the window or after it
+            found.append((kernel, Label(None, None, events.boundaries[at][0])))
+    shares = parts([kernel for kernel, _ in found])
+    together = [(*pair, share) for pair, share in zip(found, shares, strict=True)]
+    return Window(events.forced_tokens, times[-1] - times[0], together)
 
 
 def disagreement(
