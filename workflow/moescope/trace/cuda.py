@@ -29,7 +29,6 @@ from .events import Events, Kernel, read_events
 if TYPE_CHECKING:
     from .stage import Context
 
-DATA = align.DATA
 TERMS = "moescope/terms/1"
 FIRST = 3  # the first step of the window: caches have grown before it
 LONGER = 32  # tokens that the longer pass has more
