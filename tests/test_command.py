@@ -50,6 +50,7 @@ def test_a_decode_counts_forwards_not_tokens(tool, model, tmp_path):
         loaded = worker.ask("load", 10, package=None, path=str(model))
         found = ask(worker, tokens=9)
     assert (loaded["model_type"], loaded["parameters_bytes"]) == ("qwen3_moe", 100)
+    assert loaded["seconds"] == 0.01 and loaded["peak_memory"] == 750_000_000
     assert (found["prompt_tokens"], found["generated_tokens"], found["forwards"]) == (4, 9, 8)
     per_forward = found["decode_s"] / found["forwards"]
     assert 0.010 <= per_forward < 0.02
@@ -88,13 +89,36 @@ def test_the_arms_variables_reach_the_tool_and_the_callers_do_not(tool, model, m
     ],
 )
 def test_bad_ends_have_their_kind_and_leave_no_process(tool, model, settings, limit, kind):
-    with command.CommandWorker(tool, settings=settings) as worker:
+    with command.CommandWorker(tool) as worker:
         worker.ask("load", 10, path=str(model))
+        worker.settings = settings
         with pytest.raises(WorkerDied) as error:
             ask(worker, limit=limit)
         assert error.value.kind == kind
         assert worker.pid is None
         assert str(model) not in error.value.message
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"TOY_CRASH": "1"}, r"a short run: crashed \(status 134\): terminate called"),
+        ({"TOY_MEMORY": "1"}, r"a short run: ran out of memory \(status 1\): .*allocate 9 bytes"),
+    ],
+)
+def test_what_cannot_run_here_says_so_when_it_is_loaded(tool, model, settings, why):
+    with command.CommandWorker(tool, settings=settings) as worker:
+        with pytest.raises(WorkerError, match=why) as error:
+            worker.ask("load", 10, path=str(model))
+        assert error.value.kind == "unsupported"
+        with pytest.raises(WorkerError, match="decode before load"):
+            ask(worker)
+    with (
+        command.CommandWorker(tool, settings={"TOY_SLEEP": "1"}) as worker,
+        pytest.raises(WorkerDied, match="time limit"),
+    ):
+        worker.ask("load", 0.2, path=str(model))
 
 
 @needs_compiler
@@ -127,8 +151,9 @@ def test_a_run_can_be_watched_between_sending_and_receiving(tool, model):
 
 @needs_compiler
 def test_leaving_kills_what_runs(tool, model):
-    with command.CommandWorker(tool, settings={"TOY_SLEEP": "1"}) as worker:
+    with command.CommandWorker(tool) as worker:
         worker.ask("load", 10, path=str(model))
+        worker.settings = {"TOY_SLEEP": "1"}
         worker.send("decode", deadline=time.monotonic() + 60, prompt=[1], tokens=4, patches=[])
         pid = worker.pid
     with pytest.raises(ProcessLookupError):

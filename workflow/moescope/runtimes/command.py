@@ -25,6 +25,8 @@ from .client import THREAD_VARIABLES, WorkerDied, WorkerError, usable_cores
 STEERING = re.compile(
     r"^(MLX_(?!PTX_CACHE_DIR$)|MLXCEL_|MOESCOPE_|HF_HUB_|HF_TOKEN$|PYTHON(?!PATH$))"
 )
+# The short run that stands for loading.
+TRIAL_PROMPT, TRIAL_TOKENS = list(range(1, 17)), 4
 
 
 class CommandWorker:
@@ -127,11 +129,14 @@ class CommandWorker:
                 )
             if self.model is None:
                 raise WorkerError("failed", f"{do} before load")
-        if do == "decode":
+        if do == "load":
+            self.model = self._checked(Path(arguments["path"]))
+            self._start_process(TRIAL_PROMPT, TRIAL_TOKENS, {}, batch=1)
+        elif do == "decode":
             self._launch(arguments["prompt"], arguments["tokens"])
         elif do in ("graph", "profile"):
             self._instrument(do, arguments["prompt"])
-        elif do not in ("load", "quit"):
+        elif do != "quit":
             raise WorkerError("not_applicable", f"a command has no {do}")
 
     def receive(self, do: str, *, deadline: float) -> dict[str, Any]:
@@ -140,7 +145,7 @@ class CommandWorker:
         if do != asked:
             raise WorkerError("failed", f"{do} was not asked")
         if do == "load":
-            return self._load(Path(arguments["path"]))
+            return self._load(deadline)
         if do == "decode":
             return self._decode(arguments["prompt"], arguments["tokens"], deadline)
         if do in ("graph", "profile"):
@@ -165,21 +170,38 @@ class CommandWorker:
 
     # Requests.
 
-    def _load(self, path: Path) -> dict[str, Any]:
-        """Nothing is loaded yet: each process loads for itself, and its time is not decode time."""
-        config = path / "config.json"
-        if not config.is_file():
+    def _checked(self, path: Path) -> Path:
+        if not (path / "config.json").is_file():
             raise WorkerError("failed", f"{path.name} holds no config.json")
-        self.model = path
-        described = json.loads(config.read_text())
+        return path
+
+    def _load(self, deadline: float) -> dict[str, Any]:
+        """A short run, since each process loads for itself: what cannot run here says so now.
+
+        Raises WorkerError of kind ``unsupported`` for any end but a time-out, with the kind of end
+        in its text: the arm leaves, the others go on. seconds: as the tool prints them, if it does.
+        """
+        try:
+            ended = self._end("a short run", deadline)
+            (run,) = output.runs(ended.text, self.tool.invoke)
+        except WorkerDied as died:
+            self.model, model = None, self.model
+            if died.kind == "timeout":
+                raise
+            raise WorkerError("unsupported", died.message.replace(str(model), model.name)) from None
+        except UserError as error:
+            self.model = None
+            raise WorkerError("failed", str(error)) from None
+        path = self.model
+        described = json.loads((path / "config.json").read_text())
         return {
-            "seconds": None,
+            "seconds": run.get("load_s"),
             "import_s": None,
             "parameters_bytes": sum(f.stat().st_size for f in path.glob("*.safetensors")),
             "model_type": described.get("model_type"),
             "layers": None,
             "moe_layers": [],
-            "peak_memory": None,
+            "peak_memory": run.get("peak_memory", ended.peak_memory),
         }
 
     def _launch(self, prompt: list[int], tokens: int) -> None:
