@@ -28,6 +28,8 @@ def fill(plan: Plan, root: Path, seconds: float = 2.0) -> None:
             write_text(root / job.folder / name, "{}\n")
         write_json(root / job.folder / "ingredients.json",
                    {"schema": INGREDIENTS, "key": job.key, **job.ingredients})  # fmt: skip
+        if job.stage == "fetch":
+            write_json(root / job.folder / "manifest.json", {"bytes": 1})
         write_json(root / job.folder / "cost.json", {"seconds": seconds, "peak_memory": 2**30})
 
 
@@ -252,5 +254,5 @@ def test_snakemake_lists_exactly_the_stale_jobs(clone):
 def test_a_bad_study_ends_before_any_job(clone):
     result = dry_run(clone, "--config", "rounds={'count': 1}")
     assert result.returncode != 0
-    assert "rounds.count: 1: " in result.stdout + result.stderr
+    assert "rounds.count: '1': " in result.stdout + result.stderr
     assert "Traceback" not in result.stdout + result.stderr

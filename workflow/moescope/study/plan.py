@@ -15,20 +15,26 @@ from ..files import digest, sha256_text
 from .fingerprint import data_fingerprint, fingerprints
 from .schema import Arm, Machine, PythonRuntime, Study, SyntheticSource
 
+# What every arm's process runs: its loop, loading, the measured pass, patches by name.
+WORKER = ("worker.__main__", "worker.load", "worker.decode")
 # Stage -> the modules that make its result; what these import of moescope belongs to them.
 CODE = {
     "fetch": ("checkpoints.fetch",),
     "inspect": ("checkpoints.inspect",),
     "build": ("runtimes.build", "runtimes.environments"),
-    "warmup": ("measure.warmup", "worker.load", "worker.decode"),
-    "measure": ("measure.stage", "worker.load", "worker.decode", "worker.patches"),
-    "trace": ("trace.stage", "worker.load", "worker.decode", "worker.scopes", "worker.graph"),
-    "parity": ("verdict.parity", "worker.load", "worker.decode", "worker.forced"),
+    "warmup": ("measure.warmup", *WORKER),
+    "measure": ("measure.stage", *WORKER),
+    "trace": ("trace.stage", *WORKER, "worker.scopes", "worker.graph"),
+    "parity": ("verdict.parity", *WORKER, "worker.forced"),
     "analyse": ("verdict.analyse",),
     "record": ("record.stage",),
 }
 # A synthetic checkpoint's bytes also depend on the worker's list of tensors.
-SYNTHETIC_CODE = ("checkpoints.synthetic", "worker.layout")
+SYNTHETIC_CODE = ("checkpoints.synthetic", "worker.__main__", "worker.layout")
+# A backend's own instruments, named by the trace stage.
+BACKEND_CODE = {
+    "cuda": ("trace.cuda", "worker.cupti", "worker.kernels", "worker.bandwidth"),
+}
 
 # Stage -> the files that its result must have (others may be there too).
 OUTPUTS = {
@@ -188,11 +194,13 @@ class Plan:
             "arm": self._arm(arm),
             "shape": _dump(self.study.shape),
             "trace": _dump(self.study.trace),
+            "guard": _dump(self.study.guard),
             "limits": _dump(self.study.limits, without=("parity",)),
             "machine": _dump(self.machine),
             "session": self.study.study.session,
         }
-        self._add("trace", f"{checkpoint}.{arm}", params, self._stand(checkpoint, [arm]))
+        code = CODE["trace"] + BACKEND_CODE.get(self.machine.backend, ())
+        self._add("trace", f"{checkpoint}.{arm}", params, self._stand(checkpoint, [arm]), code)
 
     def _parity(self, checkpoint: str) -> None:
         arms = [
@@ -221,7 +229,7 @@ class Plan:
             "arms": {
                 name: {
                     **self._arm(name),
-                    "checkpoints": [c for c in study.checkpoints if name in study.arms_on(c)],
+                    "checkpoints": sorted(c for c in study.checkpoints if name in study.arms_on(c)),
                 }
                 for name in study.arms
             },
