@@ -150,8 +150,9 @@ def half_refused(state):
 
 def leaks(model):
     """Arrays left to be computed where a scope hands over: at the experts' entry those of the
-    router, after attention those in its cache."""
-    found = {"at_experts": 0, "calls": 0, "in_cache": 0, "caches": 0}
+    router, after attention those in its cache, after any part its output, and after the step
+    what is in any cache."""
+    found = {"at_experts": 0, "calls": 0, "in_cache": 0, "caches": 0, "outputs": 0}
     blocks = {id(block.switch.module): block for block in model.sites.blocks}
 
     def switch(inner):
@@ -178,17 +179,38 @@ def leaks(model):
 
         return call
 
+    def after_any(inner):
+        def call(module, *args, **kwargs):
+            output = inner(module, *args, **kwargs)
+            found["outputs"] += sum(len(labels(array)) for array in scopes._arrays(output))
+            return output
+
+        return call
+
     cache = model.prefill()
     clock = scopes.Clock()
+    sites = model.sites
+    parts = [*sites.attention, *sites.norms, *([] if sites.tied else [sites.head])]
+    for block in sites.blocks:
+        parts += [*block.router, *block.shared, *block.projections, block.switch]
+        parts += [part for part in (block.activation, block.shared_gate) if part]
+    modules = {id(part.module): part.module for part in parts}
+    modules |= {id(block.module): block.module for block in sites.blocks}
     with Changes() as inner, Changes() as middle, Changes() as outer:
         for block in model.sites.blocks:
             inner.call(block.switch.module, switch)
         scopes._instrument(model.state, model.sites, middle, clock)
         for part in model.sites.attention:
             outer.call(part.module, after_attention)
+        for module in modules.values():
+            outer.call(module, after_any)
         clock.start()
-        mx.eval(model.call([[37]], cache))
+        logits = model.call([[37]], cache)
         clock.stop()
+    arrays: list = []
+    scopes._collect(cache, arrays, 0)
+    found["after_step"] = sum(len(labels(array)) for array in arrays)
+    mx.eval(logits)
     return found
 
 
