@@ -4,6 +4,8 @@ Formats: the OCP Microscaling specification (mxfp4, mxfp8) and NVIDIA's nvfp4; p
 value of a row stands in the lowest bits of its 32-bit word.
 """
 
+import math
+
 import numpy as np
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # the eight magnitudes; bit 3 is the sign
@@ -32,16 +34,26 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
 
 def to_e8m0(values: np.ndarray) -> np.ndarray:
     """Positive values -> the code of the nearest power of two (in the exponent)."""
-    return np.clip(np.rint(np.log2(values)) + 127, 1, 254).astype(np.uint8)
+    part, exponent = np.frexp(values)  # not log2, whose last bit differs between libraries
+    return np.clip(exponent - (part < math.sqrt(0.5)) + 127, 1, 254).astype(np.uint8)
 
 
 def ceil_e8m0(values: np.ndarray) -> np.ndarray:
     """Positive values -> the code of the power of two that is not below: no value overflows."""
-    return np.clip(np.ceil(np.log2(values)) + 127, 1, 254).astype(np.uint8)
+    part, exponent = np.frexp(values)
+    return np.clip(exponent - (part == 0.5) + 127, 1, 254).astype(np.uint8)
+
+
+def e8m0(codes: np.ndarray) -> np.ndarray:
+    """uint8 codes -> the float32 powers of two that they stand for."""
+    return np.ldexp(np.float32(1), codes.astype(np.int32) - 127)
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     """[..., n] codes below 2**bits -> [..., n * bits / 32] uint32; n * bits divides by 32."""
+    if 8 % bits == 0:
+        held = [codes[..., i :: 8 // bits] << np.uint8(i * bits) for i in range(8 // bits)]
+        return np.ascontiguousarray(sum(held[1:], held[0])).view("<u4")
     weights = 1 << np.arange(bits, dtype=np.uint8)
     stream = (codes[..., None].astype(np.uint8) & weights).astype(bool)
     packed = np.packbits(stream.reshape(*codes.shape[:-1], -1), axis=-1, bitorder="little")
@@ -63,12 +75,12 @@ def quantise(rows: np.ndarray, mode: str, bits: int, group_size: int) -> dict[st
     largest = np.maximum(np.abs(grouped).max(-1), 1e-6)
     if mode == "mxfp8":
         scales = ceil_e8m0(largest / 448)
-        codes = to_e4m3(np.abs(grouped) / np.exp2(scales.astype(np.float32) - 127)[..., None])
+        codes = to_e4m3(np.abs(grouped) / e8m0(scales)[..., None])
         codes |= np.where(grouped < 0, 128, 0).astype(np.uint8)
         return {"weight": pack(codes.reshape(rows.shape), 8), "scales": scales}
     if mode == "mxfp4":
         scales = ceil_e8m0(largest / E2M1[-1])
-        unit = np.exp2(scales.astype(np.float32) - 127)
+        unit = e8m0(scales)
     else:
         scales = to_e4m3(largest / E2M1[-1])
         unit = e4m3(scales)

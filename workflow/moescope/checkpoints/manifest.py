@@ -1,5 +1,7 @@
 """A checkpoint's manifest: each file's size and sha256, by which it is checked ever after."""
 
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,8 @@ from ..errors import UserError
 from ..files import read_json, sha256_file, write_json
 
 SCHEMA = "moescope/manifest/1"
-SEAL = ".checked.json"
+SEAL = "moescope/seal/1"
+THREADS = 8  # that hash files at the same time
 
 
 def describe(folder: Path, source: dict[str, Any]) -> dict[str, Any]:
@@ -23,14 +26,18 @@ def describe(folder: Path, source: dict[str, Any]) -> dict[str, Any]:
 
 def entries(folder: Path) -> list[dict[str, Any]]:
     """[{"path", "bytes", "sha256"}] of all files, sorted by path; hidden ones do not count."""
+    paths = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts)
+    ]
     return [
         {
             "path": path.relative_to(folder).as_posix(),
             "bytes": path.stat().st_size,
-            "sha256": sha256_file(path),
+            "sha256": found,
         }
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts)
+        for path, found in zip(paths, _hashes(paths), strict=True)
     ]
 
 
@@ -40,6 +47,22 @@ def check(folder: Path, manifest: dict[str, Any], seal: Path) -> None:
 
     Raises UserError for the first file that differs.
     """
+    state = _state(folder, manifest)
+    if seal.is_file() and read_json(seal) == state:
+        return
+    paths = [folder / entry["path"] for entry in manifest["files"]]
+    for entry, path, found in zip(manifest["files"], paths, _hashes(paths), strict=True):
+        if found != entry["sha256"]:
+            raise UserError("its sha256 is not the manifest's; it has changed", where=str(path))
+    write_json(seal, state)
+
+
+def put_seal(folder: Path, manifest: dict[str, Any], seal: Path) -> None:
+    """The seal of files whose hashes were just taken for the manifest."""
+    write_json(seal, _state(folder, manifest))
+
+
+def _state(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     state = {}
     for entry in manifest["files"]:
         path = folder / entry["path"]
@@ -51,11 +74,9 @@ def check(folder: Path, manifest: dict[str, Any], seal: Path) -> None:
                 f"{status.st_size} bytes, the manifest says {entry['bytes']}", where=str(path)
             )
         state[entry["path"]] = [status.st_size, status.st_mtime_ns, entry["sha256"]]
-    value = {"schema": "moescope/seal/1", "files": state}
-    if seal.is_file() and read_json(seal) == value:
-        return
-    for entry in manifest["files"]:
-        path = folder / entry["path"]
-        if sha256_file(path) != entry["sha256"]:
-            raise UserError("its sha256 is not the manifest's; it has changed", where=str(path))
-    write_json(seal, value)
+    return {"schema": SEAL, "files": state}
+
+
+def _hashes(paths: Iterable[Path]) -> list[str]:
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(sha256_file, paths))

@@ -24,8 +24,13 @@ def ensure(
     Raises UserError when a file differs: a checkpoint is never silently another one.
     """
     place = provide(source, folder, work, root)
-    manifest.check(place, expected, folder.with_suffix(".checked.json"))
+    manifest.check(place, expected, seal_of(folder))
     return place
+
+
+def seal_of(folder: Path) -> Path:
+    """Where it is kept that a checkpoint's files were checked."""
+    return folder.with_suffix(".checked.json")
 
 
 def provide(source: dict[str, Any], folder: Path, work: Path, root: Path) -> Path:
