@@ -405,8 +405,9 @@ class Tree:
             "unsupported": {},
         }
         if self.bandwidth:
-            host["bandwidth"] = {"read": {"value": self.bandwidth, "min": self.bandwidth * 0.97,
-                                          "max": self.bandwidth * 1.01, "n": 5}}  # fmt: skip
+            rate = self.bandwidth
+            read = {"value": rate, "min": rate * 0.97, "max": rate * 1.01, "n": 5}
+            host["bandwidth"] = {"size": 1 << 28, "read": read, "copy": read}
         write_json(folder / "environment.json", host)
 
     def _runs(self, name, arm, number, position, host) -> list[dict[str, Any]]:
@@ -505,19 +506,61 @@ class Tree:
             self._kernels(folder, name, arm)
 
     def _kernels(self, folder: Path, name: str, arm: str) -> None:
-        rows = ["arm,kernel,term,launches_per_token,ms_per_token,bytes_per_token,share"]
-        for index, (term, share) in enumerate(DENSE_SHARES.items()):
-            rows.append(f"{arm},kernel_{term},{term},{4 * (index + 1)},{share},1000000,{share}")
+        """kernels.csv, terms.json, calls.csv, timeline.csv, as the CUDA instruments write them."""
+        shares = MOE_SHARES if CHECKPOINTS[name]["experts"] else DENSE_SHARES
+        launches = {term: 4.0 * (index + 1) for index, term in enumerate(shares)}
+        rows = ["arm,kernel,term,primitives,launches_per_token,ms_per_token,bytes_per_token,share"]
+        for term, share in shares.items():
+            kernel = f'"void mlx::core::cu::kernel_{term}<float, 4>(float*, int)"'
+            rows.append(f"{arm},{kernel},{term},Some,{launches[term]:g},{share:g},,{share:g}")
         write_text(folder / "kernels.csv", "\n".join(rows) + "\n")
+        write_text(
+            folder / "calls.csv",
+            "call,thread,count,ms\ncudaGraphLaunch,loop,16,1.5\ncudaGraphAddNode,loop,900,0.8\n",
+        )
+        spans = ["start_us,end_us,term,launches"]
+        for index, term in enumerate(shares):
+            spans.append(f"{index * 50},{index * 50 + 40},{term},3")
+        write_text(folder / "timeline.csv", "\n".join(spans) + "\n")
+        passes = [self.random.gauss(1, 0.01) for _ in range(3)]
+        experts = [{"kernel": "kernel_expert_gather", "launches_per_token": 8.0, "per_layer": 2.0}]
+        uneven = [{"term": "router", "kernel": "kernel_router", "launches_per_token": 4.5}]
         write_json(
             folder / "terms.json",
             {
                 "schema": "moescope/terms/1",
-                "busy_share": 0.35,
-                "busy_ms": 1.0,
-                "host_gap_ms": 2.0,
-                "profiler_cost": 0.01,
-                "unclassified": 0.002,
+                "method": "ranges",
+                "carried_over": ["as they are"],
+                "steps": 8,
+                "wall_ms": [3.0, 3.02, 2.99],
+                "profiler_cost": [0.011, 0.008, 0.013],
+                "busy_ms": [1.05 * x for x in passes],
+                "busy_share": [0.35 * x for x in passes],
+                "host_gap_ms": [1.95, 1.96, 1.94],
+                "overlapping_ms": [0.02, 0.02, 0.02],
+                "launches": [60.0, 60.0, 60.0],
+                "terms": {
+                    term: {"ms": [share * x for x in passes], "launches": [launches[term]] * 3}
+                    for term, share in shares.items()
+                },
+                "unclassified": [0.0, 0.0, 0.0],
+                "window": {
+                    "difference": {"ms": 1.06, "launches": 60.0},
+                    "window": {"ms": 1.05, "launches": 60.0},
+                },
+                "window_disagreement": 0.0095,
+                "forced_terms": {
+                    term: {"ms": share * 1.01, "launches": launches[term]}
+                    for term, share in shares.items()
+                },
+                "instruments_disagreement": 0.012,
+                "launches_disagreement": 0.0,
+                "host": {
+                    "ms": {"build": 0.8, "encode": 1.9, "wait": 0.3},
+                    "idle_ms": {"build": 0.5, "encode": 1.4, "wait": 0.05},
+                },
+                "path": {"experts": experts if "router" in shares else [], "uneven": uneven},
+                "dropped": 0,
             },
         )
 

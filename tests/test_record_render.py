@@ -181,10 +181,17 @@ def test_a_template_that_asks_for_too_much_is_an_error(record, tmp_path):
 
 
 def test_a_record_with_kernels_shows_them(tmp_path):
-    tree = Tree(tmp_path, kernels=True).make()
+    tree = Tree(tmp_path, kernels=True, bandwidth=12e9).make()
     tree.analyse()
-    text = (tree.record(TEMPLATES) / "record.md").read_text()
-    assert "`kernel_attention`" in text and "GPU busy" in text and "35.0 %" in text
+    folder = tree.record(TEMPLATES)
+    text = (folder / "record.md").read_text()
+    assert "kernel_attention<float, 4>" in text and "`cudaGraphLaunch`" in text
+    assert "| `kernel_expert_gather` | 8 | 2 | 0.380 |" in text
+    assert "**host**: most of the loop is MLX's encoding" in text
+    assert "4.50 launches per token" in text
+    page = (folder / "record.html").read_text()
+    assert "The terms of one decoded token of vlm on qwen3-moe" in page
+    assert "copy 12.0 GB/s" in text
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from fixture_results import CLAIMS, MOE_SHARES, Tree, read_rows, write_runs
 from moescope.errors import UserError
 from moescope.verdict import missing
+from moescope.verdict.bound import bound
 from moescope.verdict.quantities import PATTERNS, TERMS, NotMeasuredError, evaluate, exists
 
 
@@ -222,16 +223,80 @@ def test_ceilings_need_a_measured_bandwidth(plain, tmp_path):
 def test_a_kernel_trace_is_used_where_there_is_one(tmp_path):
     tree = Tree(tmp_path, kernels=True).make()
     found = analysis(tree)
-    kernels = arm(found, "qwen3-moe", "vlm")["kernels"]
-    assert kernels["largest"] == "attention"
-    assert evaluate(found, "qwen3-moe", "gpu_share.head", "vlm")["value"] == pytest.approx(0.2)
-    assert evaluate(found, "qwen3-moe", "gpu_lead.attention", "lm")["value"] == pytest.approx(0.25)
-    assert evaluate(found, "qwen3-moe", "busy", "vlm")["value"] == 0.35
+    traced = arm(found, "qwen3-moe", "vlm")
+    kernels = traced["kernels"]
+    assert kernels["largest"] == "expert_gather"
+    assert kernels["terms"]["head"]["ms"]["n"] == 3 and kernels["refused"] is None
+    assert kernels["terms"]["head"]["forced_share"]["value"] == pytest.approx(0.07)
+    assert evaluate(found, "qwen3-moe", "gpu_share.head", "vlm")["value"] == pytest.approx(0.07)
+    lead = evaluate(found, "qwen3-moe", "gpu_lead.expert_gather", "lm")
+    assert lead["value"] == pytest.approx(0.14)
+    assert evaluate(found, "qwen3-moe", "busy", "vlm")["value"] == pytest.approx(0.35, rel=0.02)
     assert evaluate(found, "qwen3-moe", "launches", "vlm")["value"] == 60
+    (expert,) = kernels["path"]["experts"]
+    assert expert["ms"]["value"] == pytest.approx(0.38) and expert["per_layer"]["value"] == 2
+    assert traced["bound"]["resource"] == "host" and "encoding" in traced["bound"]["why"]
+    assert arm(found, "qwen3-moe", "skip-experts")["removes"]["gpu_share"]["value"] > 0.4
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("profiler_cost", [0.2, 0.01, 0.2], "profiler cost 0.200 is above the limit 0.03"),
+        ("unclassified", [0.05, 0.05, 0.05], "unclassified 0.050 is above the limit 0.01"),
+        ("dropped", 7, "dropped 7 records"),
+    ],
+)
+def test_what_refuses_a_kernel_trace(tmp_path, key, value, why):
+    tree = Tree(tmp_path, kernels=True).make()
     path = tree.folder("trace/qwen3-moe.vlm") / "terms.json"
-    path.write_text(path.read_text().replace('"profiler_cost": 0.01', '"profiler_cost": 0.2'))
-    refused = arm(analysis(tree), "qwen3-moe", "vlm")["kernels"]["refused"]
-    assert "profiler cost" in refused
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    found = analysis(tree)
+    assert why in arm(found, "qwen3-moe", "vlm")["kernels"]["refused"]
+    with pytest.raises(NotMeasuredError, match="refused"):
+        evaluate(found, "qwen3-moe", "gpu_share.head", "vlm")
+    assert evaluate(found, "qwen3-moe", "launches", "vlm")["value"] == 60, "the counts stand"
+
+
+def test_one_slow_pass_does_not_refuse_a_trace(tmp_path):
+    tree = Tree(tmp_path, kernels=True).make()
+    path = tree.folder("trace/qwen3-moe.vlm") / "terms.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"profiler_cost": [0.01, 0.9, 0.01]}))
+    assert arm(analysis(tree), "qwen3-moe", "vlm")["kernels"]["refused"] is None
+
+
+def test_a_table_of_kernels_alone_is_enough(tmp_path):
+    tree = Tree(tmp_path, kernels=True).make()
+    for name in ("terms.json", "calls.csv", "timeline.csv"):
+        (tree.folder("trace/qwen3-moe.vlm") / name).unlink()
+    kernels = arm(analysis(tree), "qwen3-moe", "vlm")["kernels"]
+    assert kernels["terms"]["head"]["share"]["value"] == pytest.approx(0.07)
+    assert kernels["busy"] is None and kernels["timeline"] is None
+
+
+def test_a_command_shows_less(tmp_path):
+    """A binary's run: no intervals, no graph building, no tokens, unknown whether finite."""
+
+    def command(run):
+        if run["arm"] == "lm" and run["valid"]:
+            run |= dict.fromkeys(("token_s", "build_s", "tokens_sha256", "finite", "peak_memory"))
+
+    found = arm(analysis(Tree(tmp_path, edit_run=command).make()), "qwen3-moe", "lm")
+    assert found["void"] is None and found["build_ms"] is None and found["peak_memory"] is None
+    assert found["same_tokens_every_round"] is None
+    assert found["against"]["decode_decision"]["effect"] == "effect"
+
+
+@pytest.mark.parametrize(
+    ("busy", "share", "resource"),
+    [(0.35, None, "host"), (0.8, None, "both"), (0.95, 0.7, "memory"), (0.95, 0.2, "kernels")],
+)
+def test_the_resource_that_bounds(busy, share, resource):
+    host = {"ms": {"build": {"value": 1.0}, "encode": {"value": 2.0}, "wait": {"value": 0.1}}}
+    ceiling = {"whole": {"share": share and {"value": share}}}
+    found = bound({"busy": {"value": busy}, "host": host}, ceiling)
+    assert found["resource"] == resource
+    assert bound(None, ceiling) is None
 
 
 def test_no_valid_run_is_an_error(tmp_path):

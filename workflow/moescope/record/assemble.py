@@ -23,7 +23,7 @@ BOUNDS = ("than",)
 RATES = ("decode_rate", "token_ms", "prefill_rate", "tool_rate")
 RATES += ("build_ms", "build_share", "peak_memory")
 ARM = ("role", "runtime", "env", "patches", "absent", "void", *RATES)
-ARM += ("same_tokens_every_round", "same_tokens", "against", "removes", "cold")
+ARM += ("same_tokens_every_round", "same_tokens", "against", "removes", "bound", "cold")
 
 
 def assemble(task: Task) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def assemble(task: Task) -> dict[str, Any]:
         "sweep": {name: entry["sweep"] for name, entry in checkpoints.items()},
         "operations": by_arm["operations"],
         "ceilings": {
-            name: {"bandwidth": entry["bandwidth"], "arms": by_arm["ceiling"][name]}
+            name: {"bandwidths": entry["bandwidths"], "arms": by_arm["ceiling"][name]}
             for name, entry in checkpoints.items()
         },
         "parity": {name: _parity(results, name) for name in checkpoints},

@@ -36,6 +36,7 @@ def draw(record: dict[str, Any]) -> dict[str, Chart]:
         "rates": rates(record),
         "terms": terms(record),
         "sweep": sweep(record),
+        "timeline": timeline(record),
         "roofline": roofline(record),
     }
     return {name: chart for name, chart in charts.items() if chart}
@@ -224,6 +225,52 @@ def terms(record: dict[str, Any]) -> Chart | None:
     return Chart([("", svg(spec, text, left))], legend)
 
 
+def timeline(record: dict[str, Any]) -> Chart | None:
+    """One decoded token on the GPU of each traced arm: when which term ran."""
+    drawings, used = [], set()
+    for checkpoint, arms in record["attribution"]["kernels"].items():
+        for arm, found in arms.items():
+            if found["timeline"] is None or record["results"][checkpoint]["arms"][arm]["void"]:
+                continue
+            rows = []
+            for span in found["timeline"]["spans"]:
+                start, end, term, launches = span.split(" ")
+                used.add(term)
+                rows.append(
+                    {
+                        "start": float(start) / 1e3,
+                        "end": float(end) / 1e3,
+                        "term": TERM_NAMES.get(term, term),
+                        "launches": int(launches),
+                    }
+                )
+            names = list(TERM_NAMES.values())
+            variables = [f"--term-{term.replace('_', '-')}" for term in TERM_NAMES]
+            scale = {"domain": [0, max(row["end"] for row in rows)], "nice": False}
+            axis = _axis(title="ms from the first kernel", tickCount=8, **BELOW)
+            spec = {
+                "width": 900,
+                "height": 36,
+                "data": {"values": rows},
+                "mark": {"type": "bar"},
+                "encoding": {
+                    "x": {"field": "start", "type": "quantitative", "axis": axis, "scale": scale},
+                    "x2": {"field": "end"},
+                    "color": _colours(names, variables, "term"),
+                },
+            }
+            text = f"The terms of one decoded token of {arm} on {checkpoint}, in time"
+            drawings.append((f"{checkpoint} · {arm}", svg(spec, text, 16)))
+    if not drawings:
+        return None
+    legend = [
+        (f"--term-{term.replace('_', '-')}", name)
+        for term, name in TERM_NAMES.items()
+        if term in used
+    ]
+    return Chart(drawings, legend)
+
+
 def sweep(record: dict[str, Any]) -> Chart | None:
     """Time per token against experts per token, with the fitted line's intercept at zero."""
     rows, lines = [], []
@@ -286,7 +333,8 @@ def roofline(record: dict[str, Any]) -> Chart | None:
                 rows.append({"checkpoint": checkpoint, "arm": arm, "bytes": size, **ms})
     if not rows:
         return None
-    measured = next((c["bandwidth"] for c in record["ceilings"].values() if c["bandwidth"]), None)
+    known = [c["bandwidths"]["read"] for c in record["ceilings"].values() if c["bandwidths"]]
+    measured = known[0] if known else None
     lines, area = _diagonals(rows, measured["value"] / 1e9 if measured else None)
     x = {"field": "bytes", "type": "quantitative"}
     x["scale"] = {"type": "log", "nice": False, "domain": area[0]}

@@ -12,7 +12,7 @@ UNITS: dict[str, tuple[float, str, int | None]] = {
     "operations/token": (1.0, "", None),
     "launches/token": (1.0, "", None),
 }
-COUNTS = ("operations/token", "launches/token")
+COUNTS = ("operations/token", "launches/token", "launches/layer", "calls/token")
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 ABSENT = "–"
 

@@ -19,6 +19,7 @@ TERM_NAMES = {
     "sampler": "sampler",
     "other": "other",
     "host_gap": "host gap",
+    "unclassified": "unclassified",
 }
 
 
@@ -323,13 +324,20 @@ def bounds(record: Record) -> Table:
                     show(kernels["launches"]) if kernels else ABSENT,
                     show(sweep["fixed_share"]) if sweep else ABSENT,
                     show(ceiling["whole"]["share"]) if ceiling else ABSENT,
+                    f"**{entry['bound']['resource']}**: {plain(entry['bound']['why'])}"
+                    if entry["bound"]
+                    else ABSENT,
                 ]
             )
     head = ["checkpoint", "arm", "ms/token", "host builds the graph, ms/token", "of the token"]
     head += ["GPU busy", "launches/token", "independent of top_k", "of the memory's ceiling"]
+    head.append("bounded by")
     # Columns that no arm fills say nothing; what is missing stands under «not measured».
     kept = [i for i in range(len(head)) if i < 5 or any(row[i] != ABSENT for row in rows)]
-    return columns([[row[i] for i in kept] for row in rows], [head[i] for i in kept], 2)
+    table = columns([[row[i] for i in kept] for row in rows], [head[i] for i in kept], 2)
+    if len(head) - 1 in kept:
+        table.numbers.discard(len(kept) - 1)
+    return table
 
 
 def terms(record: Record, checkpoint: str) -> Table | None:
@@ -347,7 +355,7 @@ def terms(record: Record, checkpoint: str) -> Table | None:
             heads = [f"{code(arm)} ms/token", f"{code(arm)} share"]
             parts.append(("scopes", heads, scopes[arm]["terms"]))
         if arm in kernels and not kernels[arm]["refused"]:
-            heads = [f"{code(arm)} GPU ms/token", "launches", "share of busy"]
+            heads = [f"{code(arm)} GPU ms/token", "launches", "share of busy", "forced pass"]
             parts.append(("kernels", heads, kernels[arm]["terms"]))
     if not parts:
         return None
@@ -357,7 +365,9 @@ def terms(record: Record, checkpoint: str) -> Table | None:
             continue
         row = [name]
         for kind, _, found in parts:
-            keys = ("ms", "share") if kind == "scopes" else ("ms", "launches", "share")
+            keys = ["ms", "share"]
+            if kind == "kernels":
+                keys = ["ms", "launches", "share", "forced_share"]
             row += [show(found[term][key]) if term in found else ABSENT for key in keys]
         rows.append(row)
     return columns(rows, ["term", *(head for _, heads, _ in parts for head in heads)], 1)
@@ -400,15 +410,106 @@ def kernels(found: dict[str, Any], most: int = 20) -> Table:
         [
             code(row["kernel"][:90]),
             TERM_NAMES.get(row["term"], plain(row["term"])),
+            plain(row["primitives"]),
             show(row["launches"]),
             show(row["ms"]),
             show(row["share"]),
-            show(row["bytes"]),
         ]
         for row in found["kernels"][:most]
     ]
-    head = ["kernel", "term", "launches/token", "ms/token", "share of busy", "bytes/token"]
+    head = ["kernel", "term", "primitives", "launches/token", "ms/token", "share of busy"]
+    return columns(rows, head, 3)
+
+
+def traced(record: Record) -> list[tuple[str, str, dict[str, Any]]]:
+    """(checkpoint, arm, kernel trace) of all that were traced and are not void."""
+    return [
+        (checkpoint, arm, found)
+        for checkpoint, arms in record["attribution"]["kernels"].items()
+        for arm, found in arms.items()
+        if not record["results"][checkpoint]["arms"][arm]["void"]
+    ]
+
+
+def expert_kernels(record: Record) -> Table:
+    """The kernels that the routed experts took: the proof of the arm's path."""
+    rows = []
+    for checkpoint, arm, found in traced(record):
+        for row in found["path"]["experts"]:
+            rows.append(
+                [
+                    code(checkpoint),
+                    code(arm),
+                    code(row["kernel"]),
+                    show(row["launches"]),
+                    show(row["per_layer"]),
+                    show(row["ms"]),
+                ]
+            )
+    head = ["checkpoint", "arm", "kernel of the experts", "launches/token", "per MoE layer"]
+    return columns(rows, [*head, "ms/token"], 3)
+
+
+def uneven(record: Record) -> list[str]:
+    """Launch counts that are no whole multiple of MoE layers times tokens."""
+    return [
+        f"{code(row['kernel'])} ({TERM_NAMES.get(row['term'], plain(row['term']))}) of "
+        f"{code(arm)} on {code(checkpoint)}: {show(row['launches'])} launches per token."
+        for checkpoint, arm, found in traced(record)
+        for row in found["path"]["uneven"]
+    ]
+
+
+def kernel_instrument(record: Record) -> Table:
+    """How far each kernel trace may be trusted."""
+    rows = []
+    for checkpoint, arm, found in traced(record):
+        checks, window = found["checks"], found["window"]
+        rows.append(
+            [
+                code(checkpoint),
+                code(arm),
+                plain(found["method"] or ABSENT),
+                show(checks["profiler_cost"]),
+                show(checks["unclassified"]),
+                show(window["window"]["ms"]) if window else ABSENT,
+                show(window["difference"]["ms"]) if window else ABSENT,
+                show(checks["window_disagreement"]),
+                show(checks["instruments_disagreement"]),
+                f"refused: {plain(found['refused'])}" if found["refused"] else "used",
+            ]
+        )
+    head = ["checkpoint", "arm", "owners of launches by", "profiler's cost", "unclassified"]
+    head += ["GPU ms by window", "by two lengths", "disagreement", "with the forced pass"]
+    table = columns(rows, [*head, "attribution"], 3)
+    table.numbers.discard(9)
+    return table
+
+
+def host_loop(record: Record) -> Table:
+    """The host beside the GPU: what its loop does, and how long the GPU idles meanwhile."""
+    rows = []
+    for checkpoint, arm, found in traced(record):
+        host = found["host"]
+        phases = [
+            show(host[what].get(phase))
+            for phase in ("build", "encode", "wait")
+            for what in ("ms", "idle_ms")
+        ]
+        busy = [show(found[name]) for name in ("wall_ms", "busy_ms", "host_gap_ms")]
+        rows.append([code(checkpoint), code(arm), *busy, *phases])
+    head = ["checkpoint", "arm", "wall ms/token", "GPU busy", "GPU idle"]
+    for phase in ("building the graph", "encoding", "waiting"):
+        head += [phase, "GPU idle meanwhile"]
     return columns(rows, head, 2)
+
+
+def cuda_calls(found: dict[str, Any], most: int = 8) -> Table:
+    rows = [
+        [code(row["call"]), plain(row["thread"]), show(row["count"]), show(row["ms"])]
+        for row in found["calls"][:most]
+    ]
+    return columns(rows, ["call", "thread", "calls/token", "ms/token"], 2)
 
 
 def interventions(record: Record) -> Table:
@@ -517,12 +618,11 @@ def ceilings(record: Record) -> Table:
 
 def bandwidths(record: Record) -> list[str]:
     """The measured ceilings, in words."""
-    found = {
-        show(entry["bandwidth"]): name
-        for name, entry in record["ceilings"].items()
-        if entry["bandwidth"]
-    }
-    return list(found)
+    found = [
+        ", ".join(f"{name} {show(figure)}" for name, figure in entry["bandwidths"].items())
+        for entry in record["ceilings"].values()
+    ]
+    return list(dict.fromkeys(filter(None, found)))
 
 
 def parity(record: Record) -> Table:

@@ -11,7 +11,9 @@ from ..errors import UserError
 from ..task import Task, ingredients
 from . import arms as of_arms
 from . import attribution, claims, compact, missing, rule
-from .ceiling import bandwidth, ceiling
+from .bound import bound
+from .ceiling import bandwidths, ceiling
+from .kernels import kernels as of_kernels
 from .results import Found, Results
 from .statistics import Figure, figure
 
@@ -99,7 +101,7 @@ class Checkpoint:
             "drift": of_arms.session_drift(self._valid(reference), self.runs.file),
             "arms": measured,
             "sweep": self._sweep(),
-            "bandwidth": bandwidth(self.host, self._trace(reference)),
+            "bandwidths": bandwidths(self.host, self._trace(reference)),
         }
 
     def _reference(self) -> str:
@@ -143,8 +145,9 @@ class Checkpoint:
             found |= of_arms.rates(runs, self.runs.file)
         else:
             found |= dict.fromkeys(of_arms.RATES)
-        hashes = {run["tokens_sha256"] for run in runs}
-        found["same_tokens_every_round"] = len(hashes) == 1 if runs else None
+        hashes = {run.get("tokens_sha256") for run in runs}
+        # A command may not show its tokens: then nothing is known.
+        found["same_tokens_every_round"] = len(hashes) == 1 if hashes - {None} else None
         found["against"] = self._against(name, null)
         found |= self._traced(name)
         parts = found["kernels"] or found["scopes"]
@@ -156,9 +159,10 @@ class Checkpoint:
                 self.architecture,
                 found["token_ms"],
                 usable,
-                bandwidth(self.host, self._trace(name)),
+                bandwidths(self.host, self._trace(name)).get("read"),
             )
         )
+        found["bound"] = bound(found["kernels"], found["ceiling"])
         found["cold"] = self._cold(name)
         return found
 
@@ -209,7 +213,13 @@ class Checkpoint:
             if scopes and scopes.value["passes"]
             else None,
             "same_tokens": (trace.value if trace else {}).get("same_tokens"),
-            "kernels": attribution.kernels(kernels, terms, limits)
+            "kernels": of_kernels(
+                kernels,
+                terms,
+                limits,
+                self.results.table("trace", subject, "calls.csv"),
+                self.results.table("trace", subject, "timeline.csv"),
+            )
             if kernels and kernels.value
             else None,
             "operations": attribution.operations(operations, trace)

@@ -62,7 +62,7 @@ def void(
     parity: the arm's entry of parity.json. trace: its trace.json, which may carry the proof of
     the path its experts took: {"path": {"proved": bool, "why": text}}.
     """
-    if any(not run["finite"] for run in runs):
+    if any(run["finite"] is False for run in runs):
         return "NaN or Inf in the logits"
     if any(run["generated_tokens"] != shape["generate"] for run in runs):
         return "a run generated another number of tokens than asked"
@@ -88,13 +88,16 @@ class Pairs:
         self.file = file
 
     def ratios(self, rate: str) -> list[float]:
-        """Rate of the arm / rate of the base, by round."""
+        """Rate of the arm / rate of the base, by round; empty if a run does not have it."""
         value = RATES[rate][1]
-        return [value(run) / value(base) for run, base in self.pairs]
+        try:
+            return [value(run) / value(base) for run, base in self.pairs]
+        except (KeyError, TypeError):
+            return []
 
     def figure(self, values: Sequence[float], unit: str) -> Figure | None:
         ids = [run["id"] for pair in self.pairs for run in pair]
-        return figure(values, unit, [self.file], ids) if self.pairs else None
+        return figure(values, unit, [self.file], ids) if values else None
 
 
 def against(base: str, pairs: Pairs, null: Pairs | None) -> dict[str, Any]:
@@ -127,7 +130,7 @@ def noise(null: Pairs) -> dict[str, Any]:
     for name, rate in (("decode", "decode_rate"), ("prefill", "prefill_rate")):
         ratios = null.ratios(rate)
         found[name] = null.figure(ratios, "ratio")
-        floor = null.figure([max((abs(ratio - 1) for ratio in ratios), default=0.0)], "share")
+        floor = null.figure([max(abs(ratio - 1) for ratio in ratios)] if ratios else [], "share")
         found[f"{name}_floor"] = floor and floor | {"n": len(ratios)}
     return found
 

@@ -1,4 +1,4 @@
-"""Where a token's time goes: the instrumented scopes, the kernel trace, the graph, the sweep."""
+"""Where a token's time goes: the instrumented scopes, interventions, the graph, the sweep."""
 
 import statistics
 from typing import Any
@@ -134,81 +134,6 @@ def operations(table: Found, trace: Found | None) -> dict[str, Any]:
             if kept is not None:
                 counts[name] = kept
     return {"counts": counts, "by_term": by_term}
-
-
-def kernels(table: Found, terms: Found | None, limits: dict[str, Any]) -> dict[str, Any]:
-    """The kernel trace: terms by GPU time, launches, busy share, and the kernels themselves.
-
-    table: kernels.csv (arm, kernel, term, launches_per_token, ms_per_token, bytes_per_token,
-    share). terms: terms.json with "busy_share", "profiler_cost", "unclassified" and others;
-    a profiler's cost or an unclassified share above the study's limits refuses the attribution.
-    """
-    files = [table.file]
-    rows = table.value
-    total = sum(float(row["ms_per_token"]) for row in rows)
-    found: dict[str, Any] = {}
-    by_term = {
-        term: [row for row in rows if row["term"] == term]
-        for term in TERMS
-        if any(row["term"] == term for row in rows)
-    }
-    shares = {
-        term: sum(float(row["ms_per_token"]) for row in members) / total
-        for term, members in by_term.items()
-    }
-    for term, members in by_term.items():
-        lead = shares[term] - max((s for other, s in shares.items() if other != term), default=0.0)
-        found[term] = {
-            "ms": figure([sum(float(r["ms_per_token"]) for r in members)], "ms/token", files),
-            "launches": figure(
-                [sum(float(r["launches_per_token"]) for r in members)], "launches/token", files
-            ),
-            "share": figure([shares[term]], "share", files),
-            "lead": figure([lead], "share", files),
-        }
-    extra = terms.value if terms else {}
-    source = [terms.file] if terms else files
-    checks = {
-        name: adopt(extra.get(name), unit, source)
-        for name, unit in (
-            ("profiler_cost", "share"),
-            ("unclassified", "share"),
-            ("window_disagreement", "share"),
-            ("instruments_disagreement", "share"),
-        )
-    }
-    refused = [
-        f"{name.replace('_', ' ')} {checks[name]['max']:.3f} is above the limit {limits[name]:g}"
-        for name in ("profiler_cost", "unclassified")
-        if checks[name] is not None and checks[name]["max"] > limits[name]
-    ]
-    listed = [
-        {
-            "kernel": row["kernel"],
-            "term": row["term"],
-            "launches": figure([float(row["launches_per_token"])], "launches/token", files),
-            "ms": figure([float(row["ms_per_token"])], "ms/token", files),
-            "bytes": figure([float(row["bytes_per_token"])], "bytes/token", files)
-            if row.get("bytes_per_token")
-            else None,
-            "share": figure([float(row["ms_per_token"]) / total], "share", files),
-        }
-        for row in sorted(rows, key=lambda row: (-float(row["ms_per_token"]), row["kernel"]))
-    ]
-    return {
-        "refused": "; ".join(refused) or None,
-        "terms": found,
-        "largest": max(shares, key=shares.__getitem__) if shares else None,
-        "total_ms": figure([total], "ms/token", files),
-        "launches": figure(
-            [sum(float(row["launches_per_token"]) for row in rows)], "launches/token", files
-        ),
-        "busy": adopt(extra.get("busy_share"), "share", source),
-        "busy_ms": adopt(extra.get("busy_ms"), "ms/token", source),
-        "host_gap_ms": adopt(extra.get("host_gap_ms"), "ms/token", source),
-        "checks": checks,
-        "kernels": listed,
-    }
 
 
 def sweep(

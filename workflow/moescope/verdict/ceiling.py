@@ -5,17 +5,22 @@ from typing import Any
 from .results import Found
 from .statistics import Figure, adopt, figure, rounded
 
+PATTERNS = ("read", "copy", "gather")
 
-def bandwidth(*sources: Found | None) -> Figure | None:
-    """Bytes per second of the read measured on this host: {"bandwidth": {"read": ...}} of the
-    first source (environment.json, trace.json) that has it."""
+
+def bandwidths(*sources: Found | None) -> dict[str, Figure]:
+    """Bytes per second measured on this host, by pattern; empty if none was.
+
+    They come from {"bandwidth": {"read": ..., "copy": ..., "gather": ...}} of the first source
+    (environment.json, trace.json) that has the read.
+    """
     for source in sources:
         if source is not None:
             measured = source.value.get("bandwidth") or {}
-            read = adopt(measured.get("read"), "bytes/s", [source.file])
-            if read is not None:
-                return read
-    return None
+            found = {name: adopt(measured.get(name), "bytes/s", [source.file]) for name in PATTERNS}
+            if found["read"] is not None:
+                return {name: figure for name, figure in found.items() if figure is not None}
+    return {}
 
 
 def ceiling(
@@ -27,7 +32,8 @@ def ceiling(
     """Achieved bytes per second of the whole token and of each term that reads weights.
 
     architecture: architecture.json with "bytes.per_token". token_ms: the arm's time per token.
-    parts: terms of its kernel trace or, without one, of its scopes. read: see bandwidth().
+    parts: terms of its kernel trace or, without one, of its scopes. read: the bandwidth to
+    compare with, or None.
     """
     if architecture is None or token_ms is None:
         return None

@@ -85,7 +85,7 @@ def _attribution(checkpoints: dict[str, Any], backend: str) -> list[str]:
         lines.append(
             f"Kernel names, launches and GPU times: no kernel trace on the backend {backend}."
         )
-    if all(checkpoint["bandwidth"] is None for checkpoint in checkpoints.values()):
+    if not any(checkpoint["bandwidths"] for checkpoint in checkpoints.values()):
         lines.append(
             "Memory bandwidth of this host: not measured, so achieved rates have no ceiling "
             "beside them."
