@@ -2,7 +2,7 @@
 
 qwen3-moe: four of Qwen3-30B-A3B's layers (128 experts, top 8, hidden 2048), affine 4-bit; inkling
 (two layers) and deepseek-v4 (four): reduced width, 32 experts, top 6. CUDA graphs off, MLX's ranges
-heard, the graph of every step exported.
+heard, the graph of every step exported. Of qwen3-moe also the same steps with CUDA graphs on.
 """
 
 import gzip
@@ -20,6 +20,11 @@ LAYERS = 4
 
 def recorded(family: str) -> Events:
     return read_events(DATA / f"h200-{family}-order.json.gz")
+
+
+def graphs_on() -> Events:
+    """Of qwen3-moe: the steps of its other recording, their kernels inside CUDA graphs."""
+    return read_events(DATA / "h200-qwen3-moe-graphs.json.gz")
 
 
 def launches(events: Events, step: int) -> list[Kernel]:

@@ -12,7 +12,7 @@ import pytest
 import gpu_traces
 from moescope.files import sha256_file
 from moescope.runtimes.client import WorkerError
-from moescope.trace import align, cuda
+from moescope.trace import align, cuda, kernels
 
 TOKENS = 4
 
@@ -57,7 +57,16 @@ class Arm:
     def bandwidth(self):
         return {"size": 1, "read": {"value": 4e12, "min": 3.9e12, "max": 4.1e12, "n": 7}}
 
-    def kernels(self, prompt, tokens, save, patches, calls="launches", order=False, forced=False):
+    def start(self):
+        self.asked.append("start")
+
+    def send(self, do, *, deadline, **given):
+        self.sent = given
+
+    def receive(self, do, *, deadline):
+        return self.ask(do, 1, **self.sent)
+
+    def kernels(self, prompt, tokens, save, patches, calls="all", order=False, forced=False):
         assert Path(save).is_absolute()
         if order:
             assert self.settings["MLX_USE_CUDA_GRAPHS"] == "0" and calls == "all"
@@ -66,6 +75,9 @@ class Arm:
             found = gpu_traces.forced(self.step, tokens)
         else:
             found = self.graphs(gpu_traces.with_graphs(self.step.launches, tokens))
+            if calls == "none":
+                slower = [replace(k, end=k.start + k.ns * 99 // 100) for k in found.kernels]
+                found = replace(found, kernels=slower, calls=[])
         gpu_traces.save(found, Path(save))
         times = [mark.time for mark in found.marks if mark.what == "token"]
         return {"token_ns": times}
@@ -126,6 +138,9 @@ def test_everything_adds_up_and_every_kernel_has_its_term(context, recorded):
     ):
         assert busy + gap == pytest.approx(2.0) and share == pytest.approx(busy / 2.0)
     assert terms["launches"] == [len(step.launches)] * 2
+    assert terms["profiler_cost"] == [pytest.approx(1 / 99, rel=0.02)] * 2
+    wall = [profiled / 2.0 - 1 for profiled in terms["profiled_wall_ms"]]
+    assert terms["profiler_wall_cost"] == pytest.approx(wall)
     assert terms["window_disagreement"] == pytest.approx(0, abs=1e-9)
     assert terms["instruments_disagreement"] == pytest.approx(0, abs=1e-9)
     assert terms["path"]["experts"][0]["kernel"] == "qmm_sm80_kernel"
@@ -154,8 +169,8 @@ def test_plain_and_profiled_passes_alternate_and_come_after_a_discarded_one(cont
     cuda.measure(here)
     bare, watched, order = here.made
     assert bare.settings == {} and watched.settings == {"MOESCOPE_BEFORE_MLX": "cupti"}
-    assert bare.asked == ["load", "decode", "decode", "decode", "bandwidth", "close"]
-    assert watched.asked[:4] == ["load", "decode", "kernels", "kernels"]
+    assert bare.asked[:6] == ["start", "load", "decode", "decode", "decode", "bandwidth"]
+    assert watched.asked[:7] == ["start", "load", "decode", *["kernels"] * 4]
     assert order.asked == ["load", "decode", "kernels", "close"]
     assert not (here.task.work / "tmp" / f"events-{here.task.key}").exists()
 
@@ -222,3 +237,41 @@ def test_weights_that_fit_once_are_measured_one_process_after_the_other(context,
     cuda.measure(here)
     terms = json.loads((here.task.out / "terms.json").read_text())
     assert len(terms["wall_ms"]) == len(terms["busy_ms"]) == 2
+
+
+def test_kernels_of_real_cuda_graphs_get_the_terms_of_the_traced_order():
+    order, events = gpu_traces.recorded("qwen3-moe"), gpu_traces.graphs_on()
+    assert all(kernel.graph for kernel in events.kernels)
+    assert len({call.name for call in events.calls}) == 1  # a few launches of whole graphs
+    found = cuda.attribute(order)
+    first, last = min(order.steps), max(order.steps)
+    steps, labels, ways = cuda.labelled(events, found, first, last)
+    # Graphs run kernels in another order than they were added; the n-th of a kind is the n-th.
+    assert set(ways) == {"occurrence"}
+    window = kernels.window(events, steps, labels)
+    terms = kernels.by_term(window)
+    assert kernels.UNCLASSIFIED not in terms
+    alone = [label.term for step in found.steps.values() for label in step.labels]
+    for term, entry in terms.items():
+        assert entry["launches"] == pytest.approx(alone.count(term) / len(found.steps))
+    path = kernels.path(window, gpu_traces.FAMILIES["qwen3-moe"])
+    assert path["uneven"] == []
+    assert path["experts"][0]["kernel"] == "qmm_sm80_kernel"
+    assert path["experts"][0]["per_layer"] == 3
+    # The head is one product, whatever runs around it: 151936 x 2048 at 4 bits with scales.
+    (head,) = [k for k, label, _ in window.kernels if label.term == "head"][:1]
+    assert 151936 * 2048 * 4.5 / 8 / (head.ns / 1e9) == pytest.approx(1.0e12, rel=0.2)
+    assert sum(entry["ms"] for entry in terms.values()) == pytest.approx(
+        window.busy / window.steps / 1e6
+    )
+
+
+def test_the_cost_of_recording_is_told_by_kernels_that_both_passes_ran():
+    events = gpu_traces.graphs_on()
+    slower = replace(events, kernels=[replace(k, end=k.end + k.ns) for k in events.kernels])
+    assert kernels.recording_cost([slower, events], [events, events]) == [1.0, 0.0]
+    fewer = replace(events, kernels=events.kernels[: len(events.kernels) // 2])
+    (cost,) = kernels.recording_cost([fewer], [events])
+    assert abs(cost) < 0.1
+    with pytest.raises(ValueError, match="no kernel in common"):
+        kernels.recording_cost([events], [replace(events, kernels=[])])

@@ -3,11 +3,18 @@
 Four kinds of pass over the same prompt, after a discarded one in each process:
 
     plain     no profiler: the wall time of a token, and what the profiler costs against it
-    time      kernels recorded, CUDA graphs on, in turns with the plain ones: the GPU time
-    order     graphs off, all CUDA calls recorded, each step's graph exported: whose each launch is
-    forced    evaluation forced at module boundaries, kernels recorded: a second opinion
+    time      kernels and CUDA calls recorded, CUDA graphs on, in turns with the plain ones
+    quiet     kernels alone recorded, in the same turns: what recording calls costs on the GPU
+    order     graphs off, each step's graph exported: whose each launch is
+    forced    evaluation forced at module boundaries: a second opinion
 
-and one longer pass (two lengths, their difference) and one with every CUDA call recorded.
+and one longer pass (two lengths, their difference).
+
+What the profiler costs is told in two parts. On the GPU, each kernel's duration is taken by the GPU
+itself; how long it is with no profiler at all cannot be seen, so kernels recorded alone are set
+against kernels recorded with all calls: this is what limits an attribution of GPU time. The host
+pays for every record, which the wall of a profiled token shows against a plain one: that cost is
+reported, and wall times are taken from plain passes only.
 """
 
 import csv
@@ -15,12 +22,14 @@ import gzip
 import io
 import statistics
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import sha256_file, write_bytes, write_json, write_text
+from ..measure.bench import ask_all
 from ..runtimes.client import Worker, WorkerError
 from . import align, kernels, timeline
 from .align import Label, Mismatch, StepLabels
@@ -41,13 +50,14 @@ GRAPHS_OFF = {**CUPTI, "MLX_USE_CUDA_GRAPHS": "0"}
 @dataclass
 class Passes:
     """What was recorded. plain: a token's wall in ms, of each plain pass; timed: likewise of the
-    profiled passes beside them. Passes that a study cannot do without are not None."""
+    profiled passes beside them. quiet: the kernels of a pass whose calls were not recorded, beside
+    each of time. Passes that a study cannot do without are not None."""
 
     plain: list[float] = field(default_factory=list)
     timed: list[float] = field(default_factory=list)
     time: list[Events] = field(default_factory=list)
+    quiet: list[Events] = field(default_factory=list)
     longer: Events | None = None
-    all_calls: Events | None = None
     forced: Events | None = None
     order: Events | None = None
     bandwidth: dict[str, Any] | None = None
@@ -83,19 +93,19 @@ def record(context: "Context") -> Passes:
         reply, events = _kernels(context, worker, folder, tokens)
         found.time.append(events)
         found.timed.append(_per_token([(b - a) / 1e9 for a, b in pairwise(reply["token_ns"])]))
+        found.quiet.append(_kernels(context, worker, folder, tokens, calls="none")[1])
 
     def more(worker: Worker) -> None:
         found.longer = _kernels(context, worker, folder, tokens + LONGER)[1]
-        found.all_calls = _kernels(context, worker, folder, tokens, calls="all")[1]
         found.forced = _kernels(context, worker, folder, FORCED, forced=True)[1]
 
     def bandwidth(worker: Worker) -> None:
         found.bandwidth = worker.ask("bandwidth", LIMIT_S)
 
     try:
-        with context.worker() as bare, context.worker(**CUPTI) as watched:
-            for worker in (bare, watched):
-                found.moe_layers = _ready(context, worker)
+        with ExitStack() as stack:
+            bare, watched = _started(context, stack, {}, CUPTI)
+            found.moe_layers = _ready(context, bare, watched)
             for _ in range(rounds):
                 plain(bare)
                 timed(watched)
@@ -109,7 +119,7 @@ def record(context: "Context") -> Passes:
         found = _one_by_one(context, rounds, plain, timed, more, bandwidth, found)
     with context.worker(**GRAPHS_OFF) as worker:
         _ready(context, worker)
-        found.order = _kernels(context, worker, folder, tokens, calls="all", order=True)[1]
+        found.order = _kernels(context, worker, folder, tokens, order=True)[1]
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
@@ -125,7 +135,7 @@ def _one_by_one(
     bandwidth: Callable[[Worker], None],
     found: Passes,
 ) -> Passes:
-    for passes in (found.plain, found.timed, found.time):
+    for passes in (found.plain, found.timed, found.time, found.quiet):
         passes.clear()
     with context.worker() as bare:
         found.moe_layers = _ready(context, bare)
@@ -140,19 +150,42 @@ def _one_by_one(
     return found
 
 
-def _ready(context: "Context", worker: Worker) -> int:
-    """Load, and decode once for what is compiled at first use; the number of MoE layers."""
-    context.guard.own(worker.pid)
-    loaded = worker.ask("load", LIMIT_S, **context.bench.loading(context.arm))
+def _started(context: "Context", stack: ExitStack, *settings: dict[str, str]) -> list[Worker]:
+    """Workers that started at the same time; closed with the stack."""
+    workers = [context.worker(**one) for one in settings]
+    for worker in workers:
+        stack.callback(worker.close)
+        worker.start()
+    return [stack.enter_context(worker) for worker in workers]
+
+
+def _ready(context: "Context", *workers: Worker) -> int:
+    """Load in all at once, and decode once for what is compiled at first use; the number of MoE
+    layers."""
+    for worker in workers:
+        context.guard.own(worker.pid)
+    loaded = _all(workers, "load", context.bench.loading(context.arm))
     context.guard.settle()
-    _decode(context, worker, FIRST + 1)
+    _all(workers, "decode", _given(context, FIRST + 1))
     return len(loaded["moe_layers"])
 
 
+def _all(workers: tuple[Worker, ...], do: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The same request to all at the same time; the first one's reply."""
+    named = {str(number): worker for number, worker in enumerate(workers)}
+    replies = ask_all(named, do, LIMIT_S, dict.fromkeys(named, given))
+    for reply in replies.values():
+        if isinstance(reply, WorkerError):
+            raise reply
+    return replies["0"]
+
+
+def _given(context: "Context", tokens: int) -> dict[str, Any]:
+    return {"prompt": context.bench.prompt, "tokens": tokens, "patches": context.patches}
+
+
 def _decode(context: "Context", worker: Worker, tokens: int) -> dict[str, Any]:
-    return worker.ask(
-        "decode", LIMIT_S, prompt=context.bench.prompt, tokens=tokens, patches=context.patches
-    )
+    return worker.ask("decode", LIMIT_S, **_given(context, tokens))
 
 
 def _kernels(
@@ -164,10 +197,8 @@ def _kernels(
         lambda: worker.ask(
             "kernels",
             LIMIT_S,
-            prompt=context.bench.prompt,
-            tokens=tokens,
             save=str(path.resolve()),
-            patches=context.patches,
+            **_given(context, tokens),
             **how,
         ),
     )
@@ -245,7 +276,7 @@ def write(context: "Context", passes: Passes) -> dict[str, Any]:
     summary = summarise(passes, windows, told, forced, found, ways)
     write_json(task.out / "terms.json", {"schema": TERMS, **summary})
     write_text(task.out / "kernels.csv", _kernel_table(context.arm["name"], told))
-    calls = kernels.calls(passes.all_calls, FIRST, last)
+    calls = kernels.calls(passes.time[-1], FIRST, last)
     write_text(task.out / "calls.csv", _csv(calls, ("call", "thread", "count", "ms")))
     steps, labels, _ = together[-1]
     spans = timeline.spans(steps[last], labels[last])
@@ -310,7 +341,8 @@ def summarise(
         "steps": steps,
         "wall_ms": passes.plain,
         "profiled_wall_ms": passes.timed,
-        "profiler_cost": [
+        "profiler_cost": kernels.recording_cost(passes.time, passes.quiet),
+        "profiler_wall_cost": [
             profiled / plain - 1 for profiled, plain in zip(passes.timed, passes.plain, strict=True)
         ],
         "busy_ms": busy,
@@ -337,11 +369,12 @@ def summarise(
         "launches_disagreement": kernels.disagreement(median, forced, "launches")
         if forced
         else None,
-        "host": kernels.host(events, FIRST, last, (k for k, *_ in window.kernels)),
+        # Of the pass that slows the host least.
+        "host": kernels.host(passes.quiet[-1], FIRST, last, passes.quiet[-1].kernels),
         "copies": len(events.copies),
         "overhead_ms": {name: ns / 1e6 for name, (_, ns) in sorted(events.overhead.items())},
         "path": kernels.path(window, passes.moe_layers),
-        "dropped": sum(one.dropped for one in (*passes.time, passes.longer)),
+        "dropped": sum(one.dropped for one in (*passes.time, *passes.quiet, passes.longer)),
     }
 
 

@@ -205,6 +205,31 @@ def difference(shorter: Events, longer: Events) -> dict[str, float]:
     return {"ms": (busy[1] - busy[0]) / more / 1e6, "launches": (count[1] - count[0]) / more}
 
 
+def recording_cost(loud: Sequence[Events], quiet: Sequence[Events]) -> list[float]:
+    """What recording calls adds to the kernels' own time, a share for each pair of passes.
+
+    loud: passes with their calls recorded. quiet: the same tokens without. Kernels are compared by
+    name, each by its mean time, so that a launch more in one pass is no cost.
+    """
+    found = []
+    for one, other in zip(loud, quiet, strict=True):
+        times, alone = _times(one), _times(other)
+        both = times.keys() & alone.keys()
+        if not both:
+            raise ValueError("two passes of the same tokens ran no kernel in common")
+        spent = sum(sum(times[name]) for name in both)
+        expected = sum(sum(alone[name]) / len(alone[name]) * len(times[name]) for name in both)
+        found.append(spent / expected - 1)
+    return found
+
+
+def _times(events: Events) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    for kernel in events.kernels:
+        found[kernel.name].append(kernel.ns)
+    return found
+
+
 def _busy(events: Events) -> int:
     return sum(end - start for start, end in union((k.start, k.end) for k in events.kernels))
 

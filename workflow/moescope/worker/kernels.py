@@ -28,7 +28,7 @@ def run(
     prompt: list[int],
     tokens: int,
     save: str,
-    calls: str = "launches",
+    calls: str = "all",
     order: bool = False,
     forced: bool = False,
     patches: list[str] | tuple[str, ...] = (),
@@ -47,8 +47,8 @@ def run(
     """
     check_ids("prompt", prompt)
     cupti.running()
-    if calls not in ("launches", "all", "none"):
-        raise Refusal("failed", f"calls is {calls!r}; give launches, all or none")
+    if calls not in ("all", "none"):
+        raise Refusal("failed", f"calls is {calls!r}; give all or none")
     marks: list[tuple[str, int, int]] = []
     made: list[int] = []
 
