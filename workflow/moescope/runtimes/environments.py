@@ -7,6 +7,7 @@ against which an environment is checked before an arm runs in it.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from ..task import ingredients
 SCHEMA = "moescope/environment/1"
 INSTALL_LIMIT_S = 1800
 QUERY_LIMIT_S = 120
+MODEL_CODE = ("mlx", "mlx-lm", "mlx-vlm")
 
 # Runs in the environment itself: what is installed, and where MLX's library is.
 INVENTORY = """
@@ -60,8 +62,23 @@ def ensure(manifest: Path, work: Path, root: Path) -> Interpreter:
 
 
 def ensure_layout(layout: str, lock: str, work: Path, root: Path) -> Interpreter:
-    """The environment whose model code lists a synthetic checkpoint's tensors."""
+    """The environment whose model code lists a synthetic checkpoint's tensors.
+
+    The running interpreter serves as well, and needs no package index, if it has the versions that
+    the lock names of MLX and of the packages with model code: nothing else decides the list.
+    """
+    versions = locked(_requirements(layout, lock, root).read_text())
+    here = Interpreter(Path(sys.executable), _variables(work, "ambient"))
+    found = inventory(here)["packages"]
+    decisive = {name: versions[name] for name in MODEL_CODE if name in versions}
+    if decisive and all(found.get(name) == version for name, version in decisive.items()):
+        return here
     return _python_environment(layout, lock, work, root)
+
+
+def locked(requirements: str) -> dict[str, str]:
+    """Name -> version of a lock file's lines."""
+    return dict(re.findall(r"(?m)^([a-z0-9-]+)==([^\s;]+)", requirements))
 
 
 def provide(runtime: dict[str, Any], work: Path, root: Path) -> Interpreter:
@@ -111,12 +128,17 @@ def describe(runtime: dict[str, Any], interpreter: Interpreter) -> dict[str, Any
     }
 
 
-def _python_environment(name: str, lock: str, work: Path, root: Path) -> Interpreter:
+def _requirements(name: str, lock: str, root: Path) -> Path:
     requirements = root / "envs" / f"{name}.txt"
     if not requirements.is_file():
         raise UserError(f"there is no envs/{name}.txt; the study names it")
     if sha256_text(requirements.read_text()) != lock:
         raise UserError(f"envs/{name}.txt has changed since the study was read; start again")
+    return requirements
+
+
+def _python_environment(name: str, lock: str, work: Path, root: Path) -> Interpreter:
+    requirements = _requirements(name, lock, root)
     folder = work / "envs" / f"{name}-{lock[:12]}"
     interpreter = Interpreter(folder / "bin" / "python", _variables(work, folder.name))
     from filelock import FileLock
