@@ -2,12 +2,16 @@
 
 import math
 import random
+import statistics
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moescope.task import ingredients
 from moescope.verdict import rule
+from moescope.verdict.results import read_runs
 from moescope.verdict.statistics import (
     DIGITS,
     adopt,
@@ -175,3 +179,57 @@ def test_a_line_needs_two_points():
 def test_monotone():
     assert monotone([1, 2, 3]) and monotone([3, 2, 1])
     assert not monotone([1, 2, 2]) and not monotone([1, 3, 2]) and not monotone([1])
+
+
+RESULTS = Path(__file__).parents[1] / "results" / "measure"
+
+
+def recorded_noise(path: Path) -> list[float]:
+    """Relative deviations of single runs, from the committed runs of reference and null arm.
+
+    Their paired log ratios, centred, hold the noise of two runs: hence the root of two.
+    """
+    rows = [row for row in read_runs(path) if row["valid"]]
+    arms = ingredients(path.parent)["params"]["arms"]
+    rates = {
+        role: {
+            row["round"]: row["forwards"] / row["decode_s"]
+            for row in rows
+            if arms[row["arm"]]["role"] == role
+        }
+        for role in ("reference", "null")
+    }
+    logs = [
+        math.log(rate / rates["reference"][number])
+        for number, rate in rates["null"].items()
+        if number in rates["reference"]
+    ]
+    middle = statistics.fmean(logs)
+    return [(value - middle) / math.sqrt(2) for value in logs]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.glob("*/*/runs.jsonl")), ids=lambda path: path.parent.parent.name
+)
+def test_with_the_noise_of_recorded_runs(path):
+    """A/A is «no effect», and a slowdown of seven times the recorded noise is found."""
+    noise = recorded_noise(path)
+    spread = statistics.pstdev(noise)
+
+    def effects_with(slower: float) -> int:
+        rng = random.Random(11)
+
+        def run() -> float:
+            # Smoothed: few recorded values drawn again and again would tie.
+            return math.exp(rng.choice(noise) + rng.gauss(0, spread / 4))
+
+        found = 0
+        for _ in range(40):
+            rounds = [(run(), run(), run()) for _ in range(5)]
+            ratios = [(1 - slower) * candidate / reference for reference, _, candidate in rounds]
+            null = [again / reference for reference, again, _ in rounds]
+            found += rule.decide(ratios, null).effect == "effect"
+        return found
+
+    assert effects_with(0.0) <= 2
+    assert effects_with(min(0.95, 1 - math.exp(-7 * spread))) >= 38

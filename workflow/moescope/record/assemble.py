@@ -124,7 +124,8 @@ def _is_number(value: Any) -> bool:
 
 def _unit(path: str) -> str:
     last = path.rpartition(".")[2]
-    return "bytes" if "memory" in last or last.endswith("bytes") else last.replace("_", " ")
+    sizes = ("memory", "cache", "bytes")
+    return "bytes" if any(word in last for word in sizes) else last.replace("_", " ")
 
 
 def _pins(task: Task, results: Results) -> dict[str, Any]:

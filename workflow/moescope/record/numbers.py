@@ -54,7 +54,7 @@ def show(figure: dict[str, Any] | None, spread: bool = True) -> str:
     if whole and (unit in COUNTS or (factor == 1 and all(isinstance(v, int) for v in values))):
         places = 0
     else:
-        places = decimals(*scaled)
+        places = decimals(*(scaled if spread else scaled[:1] * 3))
         if unit == "share":
             places = min(places, 1 if max(scaled) >= 0.995 else 2)
         if most is not None:

@@ -196,7 +196,8 @@ def notes(record: Record, checkpoint: str) -> list[str]:
     if noise and noise["decode"]:
         lines.append(
             f"Noise: the null arm's decode ratio ranges over {show(noise['decode'])}, at most "
-            f"{show(noise['decode_floor'])} from 1 (prefill {show(noise['prefill_floor'])})."
+            f"{show(noise['decode_floor'])} from 1 (prefill {show(noise['prefill_floor'])}). A "
+            f"slowdown below about {show(noise['decode_resolution'])} cannot be told from it."
         )
     elif not noise:
         lines.append("Noise: the null arm has no paired round here, so no difference is decided.")

@@ -125,13 +125,16 @@ def drifts(ratios: Sequence[float], null: Sequence[float]) -> bool:
 
 
 def noise(null: Pairs) -> dict[str, Any]:
-    """What the null arm says: its ratios to the reference, and the largest distance from 1."""
+    """What the null arm says: its ratios to the reference, their largest distance from 1, and how
+    large a slowdown must be, at least, for a range like this one to lie outside it."""
     found: dict[str, Any] = {}
     for name, rate in (("decode", "decode_rate"), ("prefill", "prefill_rate")):
         ratios = null.ratios(rate)
         found[name] = null.figure(ratios, "ratio")
         floor = null.figure([max(abs(ratio - 1) for ratio in ratios)] if ratios else [], "share")
         found[f"{name}_floor"] = floor and floor | {"n": len(ratios)}
+        span = null.figure([1 - min(ratios) / max(ratios)] if ratios else [], "share")
+        found[f"{name}_resolution"] = span and span | {"n": len(ratios)}
     return found
 
 

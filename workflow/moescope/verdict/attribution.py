@@ -122,7 +122,9 @@ def operations(table: Found, trace: Found | None) -> dict[str, Any]:
         found: dict[str, int] = {}
         for row_term, primitive, count in rows:
             if row_term == term:
-                found[primitive] = found.get(primitive, 0) + count
+                # What mx.compile fused has a name as long as its parts; the table keeps it.
+                name = "Compiled" if primitive.startswith("Compiled") else primitive
+                found[name] = found.get(name, 0) + count
         if found:
             order = sorted(found.items(), key=lambda item: (-item[1], item[0]))
             by_term[term] = {
