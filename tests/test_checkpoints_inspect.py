@@ -331,6 +331,89 @@ def test_published_mxfp4_blocks():
     assert found["bytes"]["per_token"]["expert_gather"] == (8 * 128 * 34 + 8 * 128 * 2) // 4
 
 
+def test_published_deepseek_v4():
+    """Four-bit experts one by one and float8 for the rest, each beside "scale"."""
+    config = {
+        **tiny.config("deepseek_v4"), "num_hidden_layers": 1, "vocab_size": 32,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }  # fmt: skip
+    at = "layers.0"
+    tensors = {
+        "embed.weight": tensor("BF16", (32, 128)),
+        "head.weight": tensor("BF16", (32, 128)),
+        "norm.weight": tensor("BF16", (128,)),
+        "hc_head_fn": tensor("F32", (4, 512)),
+        f"{at}.attn_norm.weight": tensor("BF16", (128,)),
+        f"{at}.attn.wq_a.weight": tensor("F8_E4M3", (256, 128)),
+        f"{at}.attn.wq_a.scale": tensor("F8_E8M0", (2, 1)),
+        f"{at}.ffn.gate.weight": tensor("BF16", (8, 128)),
+        f"{at}.ffn.gate.bias": tensor("F32", (8,)),
+        f"{at}.ffn.gate.tid2eid": tensor("I64", (32, 2)),
+        f"{at}.ffn.shared_experts.w2.weight": tensor("F8_E4M3", (128, 64)),
+        f"{at}.ffn.shared_experts.w2.scale": tensor("F8_E8M0", (1, 1)),
+        "mtp.0.attn.wq_a.weight": tensor("BF16", (256, 128)),
+    }
+    for expert in range(8):
+        for name, rows, columns in (("w1", 64, 128), ("w2", 128, 64), ("w3", 64, 128)):
+            base = f"{at}.ffn.experts.{expert}.{name}"
+            tensors[f"{base}.weight"] = tensor("I8", (rows, columns // 2))
+            tensors[f"{base}.scale"] = tensor("F8_E8M0", (rows, columns // 32))
+    found = describe(config, tensors)
+    assert found["quantization"]["recipe"].startswith("mxfp4 experts under fp8 8-bit g128")
+    read = found["bytes"]["per_token"]
+    assert read["expert_gather"] == 2 * (3 * 64 * 64 + 64 * 4 * 2 + 128 * 2)
+    assert read["head"] == 32 * 128 * 2
+    assert read["router"] == 8 * 128 * 2 + 8 * 4 + 2 * 8
+
+
+def test_published_inkling():
+    """Stacked nvfp4 experts with a scale of scales, towers, names of the makers'."""
+    config = tiny.config("inkling")
+    config["text_config"] |= {"num_hidden_layers": 1, "layer_types": ["hybrid"]}
+    at = "model.llm.layers.0"
+    tensors = {
+        "model.llm.embed.weight": tensor("BF16", (256, 128)),
+        "model.llm.unembed.weight": tensor("BF16", (256, 128)),
+        "model.llm.norm.weight": tensor("BF16", (128,)),
+        "model.llm.embed_norm.weight": tensor("BF16", (128,)),
+        "model.visual.layers.linear_0.weight": tensor("BF16", (64, 64)),
+        "model.audio.encoder.weight": tensor("BF16", (64, 64)),
+        f"{at}.attn.wq_du.weight": tensor("BF16", (128, 128)),
+        f"{at}.mlp.gate.weight": tensor("BF16", (10, 128)),
+        f"{at}.mlp.shared_experts.shared_w2_weight": tensor("BF16", (2, 128, 64)),
+        f"{at}.mlp.experts.w13_weight": tensor("U8", (8, 128, 64)),
+        f"{at}.mlp.experts.w13_weight.scale": tensor("F8_E4M3", (8, 128, 8)),
+        f"{at}.mlp.experts.w13_weight.scale2": tensor("F32", (8,)),
+        f"{at}.mlp.experts.w13_weight.input_amax": tensor("F32", (1,)),
+        f"{at}.mlp.experts.w2_weight": tensor("U8", (8, 128, 32)),
+        f"{at}.mlp.experts.w2_weight.scale": tensor("F8_E4M3", (8, 128, 4)),
+        f"{at}.mlp.experts.w2_weight.scale2": tensor("F32", (8,)),
+    }
+    found = describe(config, tensors)
+    assert found["quantization"]["recipe"] == "experts-only nvfp4"
+    total = sum(t.bytes for t in tensors.values())
+    experts = 8 * (128 * 64 + 128 * 8 + 4 + 128 * 32 + 128 * 4 + 4)
+    skipped = 2 * 64 * 64 * 2 + (256 - 1) * 128 * 2 + experts * 3 // 4
+    assert abs(found["bytes"]["per_token"]["total"] - (total - skipped)) <= 4
+
+
+def test_bytes_of_no_known_format_are_refused():
+    config, tensors = moe()
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    module = name.rpartition(".")[0]
+    for parameter in ("scales", "biases"):
+        tensors.pop(f"{module}.{parameter}", None)
+    tensors[name] = tensor("F8_E4M3", (128, 128))
+    with pytest.raises(UserError, match="without scales"):
+        describe(config, tensors)
+    tensors[f"{module}.weight_scale_inv"] = tensor("F32", (3, 3))
+    with pytest.raises(UserError, match="no format is known"):
+        describe(config, tensors)
+    tensors[f"{module}.weight_scale_inv"] = tensor("F32", (1, 1))
+    groups = describe(config, tensors)["quantization"]["groups"]
+    assert {"fp8"} <= {row["mode"] for row in groups if row["group"] == "attention"}
+
+
 def test_what_may_be_compared(layouts):
     """The same model by either package, yes; another recipe, type or size, no."""
     same = [describe(*layouts.all[package, "qwen3_moe"]) for package in ("mlx-lm", "mlx-vlm")]

@@ -26,6 +26,7 @@ TERM_OF = {
     "norm": "norm",
     "head": "head",
 }
+CALIBRATION = ("input_amax", "original_shape")  # published beside experts, used by no loader
 CACHED = 4096  # positions that the predicted memory has a cache for
 TEMPORARIES = 512 << 20  # bytes, at least: interpreter, MLX, activations
 WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
@@ -150,7 +151,9 @@ def _check_experts(experts: list[Module], expected: Architecture) -> None:
             layer = int(LAYER.search(module.path)[1])
             single.setdefault(layer, set()).add(int(index[1]))
         else:
-            for tensor in module.tensors.values():
+            for parameter, tensor in module.tensors.items():
+                if parameter in CALIBRATION:
+                    continue
                 count = tensor.shape[0] if tensor.shape else 1
                 _same(f"{module.path}: experts", count, expected.experts, expected, "experts")
         name = module.path.rpartition(".")[2]
@@ -167,7 +170,7 @@ def _check_experts(experts: list[Module], expected: Architecture) -> None:
 
 def columns(module: Module) -> int:
     """What a matrix reads, in elements, whether packed or not."""
-    if module.rule is None:
+    if module.rule is None or module.rule.mode == "fp8":
         return module.tensors["weight"].shape[-1]
     return module.tensors["scales"].shape[-1] * module.rule.group_size
 

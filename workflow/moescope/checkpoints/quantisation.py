@@ -3,8 +3,13 @@
 MLX's formats: ``weight`` is [..., K * bits / 32] uint32, ``scales`` (and for affine ``biases``)
 [..., K / group_size]. So bits x group_size = 32 x columns(weight) / columns(scales): the headers
 prove this product and, by the biases and the scales' type, the kind; the config names the rest.
+
+Published checkpoints that were never converted keep codes in bytes: two four-bit ones in each
+beside a scale for 32 (mxfp4) or 16 of them (nvfp4), or float8 beside a scale for 128 x 128. These
+are known by their shapes alone.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +25,11 @@ FIXED = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 QUANTISED = ("weight", "scales", "biases")
 # gpt_oss as published: "gate_up_proj_blocks" [..., groups, 16] uint8 with "gate_up_proj_scales".
 PUBLISHED = {"blocks": "weight", "scales": "scales"}
+# deepseek_v4 and inkling as published: "w1.scale" beside "w1.weight" in bytes, "w13_weight.scale".
+SCALES = ("scale", "weight_scale_inv", "weight_scale")
+STACKED = re.compile(r"w\d+_weight")
+BYTES = ("U8", "I8", "F8_E4M3", "F8_E5M2")
+BLOCK = 128  # rows and columns that share a float8 scale
 PREFIXES = ("model.language_model.", "language_model.")
 REST = ("attention", "shared_experts", "dense_mlp", "head", "embedding")
 OUTSIDE = ("vision", "audio", "mtp")
@@ -28,7 +38,7 @@ ALSO = 0.01  # a second rule with this share of a group's bytes is named in the 
 
 @dataclass(frozen=True, order=True)
 class Rule:
-    """mode: affine, mxfp4, nvfp4 or mxfp8. bits a weight; group_size: weights a scale."""
+    """mode: affine, mxfp4, nvfp4, mxfp8 or fp8. bits a weight; group_size: weights a scale."""
 
     mode: str
     bits: int
@@ -84,6 +94,8 @@ def modules(
             del parts[path][parameter]
             parts[name] = {"": tensor}
             kinds[name] = groups[name]
+    for path in parts:
+        parts[path] = _published(parts[path])
     default, named = stated(config)
     return [
         Module(path, kinds[path], parts[path], _rule(path, parts[path], default, named))
@@ -96,7 +108,41 @@ def _split(name: str) -> tuple[str, str]:
     stem, _, last = parameter.rpartition("_")
     if stem.endswith("_proj") and last in PUBLISHED:
         return f"{path}.{stem}", PUBLISHED[last]
+    if STACKED.search(parameter):
+        return name, "weight"
     return path, parameter
+
+
+def _published(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Parts by MLX's names where a published module has scales by another."""
+    weight = parts.get("weight")
+    if weight is None or weight.dtype not in BYTES or "scales" in parts:
+        return parts
+    known = next((name for name in SCALES if name in parts), None)
+    return {"scales" if name == known else name: tensor for name, tensor in parts.items()}
+
+
+def _by_shape(path: str, weight: Tensor, scales: Tensor | None) -> Rule:
+    """The rule of codes in bytes, which no config names one by one."""
+    if scales is None:
+        raise UserError(
+            f"{weight.dtype} weights without scales; convert the checkpoint by the runtime's tool",
+            where=path,
+        )
+    if len(weight.shape) == len(scales.shape) >= 2:
+        if weight.shape[:-1] == scales.shape[:-1]:
+            values = 2 * weight.shape[-1]
+            for mode in ("mxfp4", "nvfp4"):
+                if weight.dtype in ("U8", "I8") and values == scales.shape[-1] * FIXED[mode][1]:
+                    return Rule(mode, *FIXED[mode])
+        blocks = tuple(-(-size // BLOCK) for size in weight.shape[-2:])
+        if weight.shape[:-2] + blocks == scales.shape:
+            return Rule("fp8", 8, BLOCK)
+    raise UserError(
+        f"no format is known of {weight.dtype} {_shape(weight)} with scales {scales.dtype}"
+        f" {_shape(scales)}; convert the checkpoint by the runtime's tool",
+        where=path,
+    )
 
 
 def _packed(weight: Tensor, scales: Tensor) -> tuple[tuple[int, ...], int]:
@@ -175,6 +221,10 @@ def _rule(
     named: dict[str, Rule | None],
 ) -> Rule | None:
     weight, scales = parts.get("weight"), parts.get("scales")
+    if weight is not None and weight.dtype in BYTES:
+        blocks = scales is not None and len(weight.shape) == len(scales.shape) + 1
+        if not blocks and len(weight.shape) >= 2:
+            return _by_shape(path, weight, scales)
     plain = _plain(path)
     if weight is None or scales is None:
         if weight is not None and weight.dtype == "U32":
