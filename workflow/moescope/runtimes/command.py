@@ -281,15 +281,27 @@ class CommandWorker:
 
     # The process.
 
-    def _start_process(
-        self, prompt: list[int], tokens: int, extra: dict[str, str], batch: int | None = None
-    ) -> None:
+    def command(
+        self,
+        prompt: list[int],
+        tokens: int,
+        extra: dict[str, str] | None = None,
+        batch: int | None = None,
+    ) -> tuple[list[str], dict[str, str]]:
+        """(command line, environment) of a process that decodes, as ``decode`` starts it."""
+        if self._folder is None or self.model is None:
+            raise WorkerError("failed", "a command line before load")
         words = self._words(prompt, tokens, batch)
-        argv = command_line(self.tool, words)
-        env = self.env | {k: binary.fill(v, words) for k, v in extra.items()}
         if "{prompt_file}" in " ".join(self.tool.invoke["argv"]):
             Path(words["prompt_file"]).write_text(json.dumps(prompt))
         Path(words["file"]).unlink(missing_ok=True)
+        added = {name: binary.fill(value, words) for name, value in (extra or {}).items()}
+        return command_line(self.tool, words), self.env | added
+
+    def _start_process(
+        self, prompt: list[int], tokens: int, extra: dict[str, str], batch: int | None = None
+    ) -> None:
+        argv, env = self.command(prompt, tokens, extra, batch)
         try:
             self._process = process.Process(argv, env)
         except OSError as error:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from .events import demangle
 
 DATA = ("cuda_names.json",)
 
@@ -162,8 +163,8 @@ class _Export:
         keys = set(row.keys())
         name = next(
             (
-                self.strings[row[key]]
-                for key in ("demangledName", "shortName", "mangledName", "nameId")
+                short_name(self.strings[row[key]])
+                for key in ("mangledName", "demangledName", "shortName", "nameId")
                 if key in keys and row[key] in self.strings
             ),
             "(unnamed)",
@@ -241,6 +242,23 @@ class _Export:
 
     def _rows(self, query: str) -> list[sqlite3.Row]:
         return self.database.execute(query).fetchall()
+
+
+def short_name(name: str) -> str:
+    """A kernel's name as in-process traces give it: no return type, no parameters, no namespace of
+    MLX's; mangled names are demangled."""
+    if name.startswith("_Z"):
+        return demangle(name)
+    name = name.replace("(anonymous namespace)::", "")
+    depth, start, end = 0, 0, len(name)
+    for at, letter in enumerate(name):
+        depth += (letter == "<") - (letter == ">")
+        if depth == 0 and letter == " ":
+            start = at + 1
+        elif depth == 0 and letter == "(":
+            end = at
+            break
+    return re.sub(r"\bmlx::core::(cu::)?", "", name[start:end])
 
 
 class _Ranges:
