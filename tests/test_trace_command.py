@@ -83,7 +83,7 @@ def context(tool, tmp_path, monkeypatch, root):
     )
 
 
-def nsys_export_gives_the_kernels_and_terms_of_traces_in_process(context):
+def test_nsys_gives_the_kernels_and_terms_of_traces_in_process(context):
     found = trace.measure(context)
     assert found["instruments"] == ["nsys"]
     assert len(found["reports"]) == 3 and all(len(r["sha256"]) == 64 for r in found["reports"])
