@@ -23,7 +23,7 @@ BOUNDS = ("than",)
 RATES = ("decode_rate", "token_ms", "prefill_rate", "tool_rate")
 RATES += ("build_ms", "build_share", "peak_memory")
 ARM = ("role", "runtime", "env", "patches", "absent", "void", *RATES)
-ARM += ("same_tokens_every_round", "same_tokens", "against", "removes", "bound", "cold")
+ARM += ("same_tokens_every_round", "same_tokens", "against", "removes", "bound", "perfetto", "cold")
 
 
 def assemble(task: Task) -> dict[str, Any]:

@@ -325,24 +325,29 @@ def bounds(record: Record) -> Table:
                     show(kernels["launches"]) if kernels else ABSENT,
                     show(sweep["fixed_share"]) if sweep else ABSENT,
                     show(ceiling["whole"]["share"]) if ceiling else ABSENT,
-                    f"**{entry['bound']['resource']}**: {plain(entry['bound']['why'])}"
-                    if entry["bound"]
-                    else ABSENT,
                 ]
             )
     head = ["checkpoint", "arm", "ms/token", "host builds the graph, ms/token", "of the token"]
     head += ["GPU busy", "launches/token", "independent of top_k", "of the memory's ceiling"]
-    head.append("bounded by")
     # Columns that no arm fills say nothing; what is missing stands under «not measured».
     kept = [i for i in range(len(head)) if i < 5 or any(row[i] != ABSENT for row in rows)]
-    table = columns([[row[i] for i in kept] for row in rows], [head[i] for i in kept], 2)
-    if len(head) - 1 in kept:
-        table.numbers.discard(len(kept) - 1)
-    return table
+    return columns([[row[i] for i in kept] for row in rows], [head[i] for i in kept], 2)
 
 
-def terms(record: Record, checkpoint: str) -> Table | None:
-    """A token's terms by each arm's instrumented pass, and by its kernels where traced."""
+def bounded(record: Record) -> list[str]:
+    """The resource that bounds each traced arm's token, and why that is said."""
+    return [
+        f"{code(arm)} on {code(name)}: bounded by **{entry['bound']['resource']}**; "
+        f"{plain(entry['bound']['why'])}."
+        for name, result in record["results"].items()
+        for arm, entry in result["arms"].items()
+        if entry["bound"] and not entry["void"]
+    ]
+
+
+def terms(record: Record, checkpoint: str) -> list[tuple[str, Table]]:
+    """(caption, table): a token's terms by the arms' instrumented passes in one table or, where
+    kernels were traced, by both instruments in a table for each arm."""
     scopes = record["attribution"]["scopes"][checkpoint]
     kernels = record["attribution"]["kernels"][checkpoint]
     arms = [
@@ -350,28 +355,36 @@ def terms(record: Record, checkpoint: str) -> Table | None:
         for arm in dict.fromkeys([*scopes, *kernels])
         if not record["results"][checkpoint]["arms"][arm]["void"]
     ]
-    parts: list[tuple[str, list[str], dict[str, Any]]] = []
-    for arm in arms:
-        if arm in scopes and not scopes[arm]["refused"]:
-            heads = [f"{code(arm)} ms/token", f"{code(arm)} share"]
-            parts.append(("scopes", heads, scopes[arm]["terms"]))
-        if arm in kernels and not kernels[arm]["refused"]:
-            heads = [f"{code(arm)} GPU ms/token", "launches", "share of busy", "forced pass"]
-            parts.append(("kernels", heads, kernels[arm]["terms"]))
-    if not parts:
-        return None
-    rows = []
-    for term, name in TERM_NAMES.items():
-        if not any(term in found for _, _, found in parts):
-            continue
-        row = [name]
-        for kind, _, found in parts:
-            keys = ["ms", "share"]
-            if kind == "kernels":
+    found = []
+    for group in [[arm] for arm in arms] if kernels else [arms]:
+        parts: list[tuple[list[str], list[str], dict[str, Any]]] = []
+        for arm in group:
+            if arm in scopes and not scopes[arm]["refused"]:
+                heads = [f"{code(arm)} ms/token", f"{code(arm)} share"]
+                parts.append((heads, ["ms", "share"], scopes[arm]["terms"]))
+            if arm in kernels and not kernels[arm]["refused"]:
+                heads = ["GPU ms/token", "launches/token", "share of GPU time", "forced pass"]
                 keys = ["ms", "launches", "share", "forced_share"]
-            row += [show(found[term][key]) if term in found else ABSENT for key in keys]
-        rows.append(row)
-    return columns(rows, ["term", *(head for _, heads, _ in parts for head in heads)], 1)
+                parts.append((heads, keys, kernels[arm]["terms"]))
+        if parts:
+            found.append((f"Arm {code(group[0])}" if len(group) < len(arms) else "", _terms(parts)))
+    return found
+
+
+def _terms(parts: list[tuple[list[str], list[str], dict[str, Any]]]) -> Table:
+    rows = [
+        [
+            name,
+            *(
+                show(terms[term][key]) if term in terms else ABSENT
+                for _, keys, terms in parts
+                for key in keys
+            ),
+        ]
+        for term, name in TERM_NAMES.items()
+        if any(term in terms for *_, terms in parts)
+    ]
+    return columns(rows, ["term", *(head for heads, *_ in parts for head in heads)], 1)
 
 
 def instrument(record: Record) -> Table:
@@ -485,6 +498,17 @@ def kernel_instrument(record: Record) -> Table:
     table = columns(rows, [*head, "attribution"], 3)
     table.numbers.discard(9)
     return table
+
+
+def perfetto(record: Record) -> list[str]:
+    """The traces of one step that were not committed, by their hash."""
+    return [
+        f"{code(arm)} on {code(checkpoint)}: {code('work/' + drawn['file'])}, sha256 "
+        f"{code(drawn['sha256'])}"
+        for checkpoint, arm, _ in traced(record)
+        for drawn in [record["results"][checkpoint]["arms"][arm]["perfetto"]]
+        if drawn
+    ]
 
 
 def host_loop(record: Record) -> Table:

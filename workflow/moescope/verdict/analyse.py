@@ -208,7 +208,10 @@ class Checkpoint:
         kernels = self.results.table("trace", subject, "kernels.csv")
         terms = self.results.json("trace", subject, "terms.json", "moescope/terms/1")
         trace = self._trace(name)
+        drawn = (trace.value if trace else {}).get("timeline") or {}
         return {
+            # Not committed: a file that Perfetto opens, by its place below work/ and its hash.
+            "perfetto": {key: drawn[key] for key in ("file", "sha256")} if drawn else None,
             "scopes": attribution.scopes(scopes, limits["conservation"])
             if scopes and scopes.value["passes"]
             else None,
