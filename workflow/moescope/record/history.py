@@ -128,7 +128,8 @@ def _versions(record: Record, checkpoint: str) -> dict[str, str]:
     found = {"checkpoint": source.get("revision", digest(source))[:12]}
     for name, pin in record["pins"]["runtimes"].items():
         for package, version in pin["packages"].items():
-            if package.startswith("mlx"):
+            # MLX and the runtime; what else is locked follows from these.
+            if package in ("mlx", pin.get("package")):
                 found[f"{name}: {package}"] = version
         if pin.get("commit"):
             found[f"{name}: commit"] = pin["commit"][:12]
