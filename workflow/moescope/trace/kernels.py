@@ -208,8 +208,9 @@ def difference(shorter: Events, longer: Events) -> dict[str, float]:
 def recording_cost(loud: Sequence[Events], quiet: Sequence[Events]) -> list[float]:
     """What recording calls adds to the kernels' own time, a share for each pair of passes.
 
-    loud: passes with their calls recorded. quiet: the same tokens without. Kernels are compared by
-    name, each by its mean time, so that a launch more in one pass is no cost.
+    loud: passes with their calls recorded. quiet: the same tokens without. Kernels of decode (from
+    the first token on) are compared by name, each by its mean time, so that a launch more in one
+    pass is no cost.
     """
     found = []
     for one, other in zip(loud, quiet, strict=True):
@@ -224,9 +225,11 @@ def recording_cost(loud: Sequence[Events], quiet: Sequence[Events]) -> list[floa
 
 
 def _times(events: Events) -> dict[str, list[int]]:
+    first = min(events.times("token").values())
     found: dict[str, list[int]] = defaultdict(list)
     for kernel in events.kernels:
-        found[kernel.name].append(kernel.ns)
+        if kernel.start >= first:
+            found[kernel.name].append(kernel.ns)
     return found
 
 
