@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from moescope.worker import load, scopes
+from moescope.worker import patches as interventions
 from moescope.worker.modules import survey
 from moescope.worker.patches import applied
 from moescope.worker.state import Refusal, State
@@ -252,6 +253,40 @@ def in_force(model):
     return {point: sorted(terms) for point, terms in found.items()}
 
 
+class VirtualTime:
+    """Stands for the module time: only sleeping, and a little each look at the clock, takes any."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        self.now += 1e-7
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def delays(model):
+    """By how many delays each term grows when a part is delayed, without the noise of a clock."""
+    found = {}
+    real = scopes.time
+    scopes.time = interventions.time = VirtualTime()
+    try:
+        plain = scopes.run(model.state, PROMPT, 1)["passes"][0]["terms_s"]
+        for term in ("router", "expert_gather", "attention"):
+            try:
+                slow = scopes.run(model.state, PROMPT, 1, patches=[f"delay_{term}=10ms"])
+            except Refusal:
+                continue
+            terms = slow["passes"][0]["terms_s"]
+            growth = {other: (terms[other] - plain[other]) / 0.01 for other in terms}
+            found[term] = {other: round(n, 1) for other, n in growth.items() if round(n, 1)}
+    finally:
+        scopes.time = interventions.time = real
+    return found
+
+
 def same(a, b):
     return bool(mx.allclose(a, b, rtol=1e-4, atol=1e-4).item())
 
@@ -287,6 +322,7 @@ def probe(package, path):
             if path.startswith(sites.root)
         },
         "in_force": in_force(model),
+        "delays": delays(model),
         "leaks": leaks(model),
     }
     if not sites.blocks:
