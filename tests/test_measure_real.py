@@ -69,7 +69,9 @@ def test_a_mixture_of_experts_is_measured(make):
     assert not any(row.get("flags") for row in rows)
     per_token = {arm: [r["decode_s"] / 5 for r in rows if r["arm"] == arm] for arm in tokens}
     assert min(per_token["slow"]) > 0.02 > min(per_token["ref"])
-    (process, _) = read_json(task.out / "environment.json")["processes"]
+    environment = read_json(task.out / "environment.json")
+    assert environment["bandwidth"]["read"]["value"] > 1e8
+    (process, _) = environment["processes"]
     assert process["versions"]["mlx"] and len(process["library_sha256"]) == 64
 
 

@@ -19,6 +19,7 @@ from .runs import ALSO_KEPT, KEPT, RUN, run_id, write_runs
 from .schedule import order, processes
 from .validity import flag_changed_tokens, void
 
+BANDWIDTH_LIMIT_S = 120.0
 LEAST_ROUNDS = 3
 
 
@@ -49,7 +50,8 @@ def run(task: Task) -> None:
             flag_changed_tokens(rows)
             write_runs(task.out / "runs.jsonl", rows)
             write_jsonl(task.out / "guard.jsonl", guard.lines + lines)
-            write_json(task.out / "environment.json", facts | session.environment())
+            found = {"bandwidth": session.bandwidth()}
+            write_json(task.out / "environment.json", facts | session.environment() | found)
     journal.clear()
 
 
@@ -90,6 +92,20 @@ class Session:
             self.guard.settle()
             self._warm_up()
             yield
+
+    def bandwidth(self) -> dict[str, Any] | None:
+        """What the memory of this host gives, in this session: the ceiling of a decode step.
+
+        None where no process can tell (a command), and on CUDA, where the trace measures it.
+        """
+        if self.task.params["machine"]["backend"] == "cuda":
+            return None
+        arm = next(iter(self.arms))
+        try:
+            return self._process(arm).worker.ask("bandwidth", BANDWIDTH_LIMIT_S, repeats=3)
+        except WorkerError as error:
+            self.task.say(f"no bandwidth was measured: {error}")
+            return None
 
     def environment(self) -> dict[str, Any]:
         """environment.json's part about the processes and the arms that could not run here."""

@@ -23,7 +23,7 @@ CODE = {
     "inspect": ("checkpoints.inspect",),
     "build": ("runtimes.build", "runtimes.environments"),
     "warmup": ("measure.warmup", *WORKER),
-    "measure": ("measure.stage", *WORKER),
+    "measure": ("measure.stage", *WORKER, "worker.bandwidth"),
     "trace": ("trace.stage", *WORKER, "worker.scopes", "worker.graph"),
     "parity": ("verdict.parity", *WORKER, "worker.forced"),
     "analyse": ("verdict.analyse",),
