@@ -4,12 +4,14 @@ in-process arm of the same runtime.
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -375,3 +377,27 @@ def test_a_real_tool_agrees_with_the_in_process_arm(tmp_path):
         # The tool's own convention counts the prefill's token: 17 over 16 intervals.
         assert row["tool_own"] / row["tool"] == pytest.approx(17 / 16, rel=1e-6)
         assert row["worker_own"] / row["worker"] == pytest.approx(17 / 16, rel=1e-6)
+
+
+def test_the_page_about_runtimes_shows_what_works(root, tmp_path, monkeypatch):
+    text = (root / "docs" / "runtimes.md").read_text()
+    blocks = re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL)
+    files = {}
+    for language, body in blocks:
+        title = re.match(r"# (\S+\.yaml)", body)
+        if language == "yaml" and title:
+            files.setdefault(title[1], []).append(yaml.safe_load(body))
+    monkeypatch.setattr(spec, "PRESETS", tmp_path)
+    ((name, (preset,)), (_, (study, more))) = sorted(files.items(), reverse=True)
+    assert name == "workflow/moescope/runtimes/presets/mlx_lm.generate.yaml"
+    (tmp_path / Path(name).name).write_text(yaml.safe_dump(preset))
+    (printed,) = (body for language, body in blocks if language == "text")
+    invoke = spec.preset("mlx_lm.generate").invoke.model_dump(mode="json")
+    (run,) = output.runs(printed, invoke)
+    assert (run["prompt_tokens"], run["forwards"]) == (3, 4)
+    assert run["forwards"] / run["decode_s"] == pytest.approx(43.046 * 4 / 5)
+    runtime = spec.CommandRuntime.model_validate(more["runtimes"]["generate"])
+    resolved = spec.resolve(runtime, "runtimes.generate")
+    assert len(resolved["invoke"]["options"]["text"].split()) == study["shape"]["prompt"]
+    for key in ("argv", "optional", "runs", "env", "fields", "asked", "instruments"):
+        assert f"`{key}`" in text and key in spec.Invoke.model_fields
