@@ -214,3 +214,18 @@ def test_a_checkpoint_that_does_not_fit_is_skipped_with_its_numbers(world):
     text = (here / planned.record.folder / "record.md").read_text()
     assert "GiB are allowed here (the cap of 0.6 GiB); skipped before launch" in text
     assert record["results"]["moe"]["runs"]["valid"]["value"] == 9
+
+
+@pytest.mark.parametrize("name", ["issue-1859-gb10", "issue-1859-m3ultra"])
+def test_the_seeds_matrix_is_planned_before_it_is_pinned(name, root):
+    config = yaml.safe_load((root / "studies" / f"{name}.yaml").read_text())
+    study = load(config, name, root)
+    planned = Plan(study, study.machine, root)
+    assert set(planned.unpinned) == {f"fetch/{c}" for c in study.checkpoints} | {"build/mlxcel"}
+    measured = {job.subject for job in planned.stage("measure")}
+    assert measured == set(study.checkpoints)
+    assert "run `snakemake pin`" in explain(planned)
+    for line in (root / "studies" / f"{name}.yaml").read_text().splitlines():
+        assert line.count("repo:") <= 1
+    gather = study.arms["mlxcel-gather"]
+    assert gather.env == {"MLXCEL_FUSED_MOE": "0"}
