@@ -45,13 +45,14 @@ def run(task: Task) -> None:
             session = Session(task, bench, guard, journal)
             with session.started():
                 rounds = session.rounds(finished)
+                bandwidth = session.bandwidth()
             rows = [row for number in sorted(rounds) for row in rounds[number]["runs"]]
             lines = [line for number in sorted(rounds) for line in rounds[number]["guard"]]
             flag_changed_tokens(rows)
             write_runs(task.out / "runs.jsonl", rows)
             write_jsonl(task.out / "guard.jsonl", guard.lines + lines)
-            found = {"bandwidth": session.bandwidth()}
-            write_json(task.out / "environment.json", facts | session.environment() | found)
+            found = facts | session.environment() | {"bandwidth": bandwidth}
+            write_json(task.out / "environment.json", found)
     journal.clear()
 
 
