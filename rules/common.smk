@@ -20,6 +20,9 @@ def read_plan():
     except UserError as error:
         sys.exit(f"moescope: {error}")
     pass_on(plan)
+    if plan.unpinned:
+        keys = ", ".join(plan.unpinned.values())
+        print(f"moescope: not pinned yet: {keys}; run `snakemake pin`", file=sys.stderr)
     return plan
 
 
@@ -45,5 +48,10 @@ def stage_command(stage):
     return f"exec {PYTHON} -m moescope run {stage} {{wildcards.subject}} --key {{wildcards.key}} --log {{log}}"
 
 
-def tool_command(tool):
-    return f"exec {PYTHON} -m moescope {tool} 2> >(tee {{log}} >&2)"
+def tool_command(tool, options=""):
+    return f"exec {PYTHON} -m moescope {tool} {options} 2> >(tee {{log}} >&2)"
+
+
+def study_file():
+    """The file that this run's study stands in."""
+    return str((workflow.configfiles or ["config.yaml"])[-1])

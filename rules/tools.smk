@@ -46,4 +46,4 @@ rule pin:
     log:
         "logs/pin.log",
     shell:
-        tool_command("pin")
+        tool_command("pin", f"--study {study_file()}")

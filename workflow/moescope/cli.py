@@ -36,6 +36,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("subject")
     run.add_argument("--key", help="refuse to run unless this is the job's key")
     run.add_argument("--log", type=Path, help="also write what is printed here")
+    conclude = command("conclude", _conclude, "take an interrupted measurement's rounds as they are")
+    conclude.add_argument("subject", metavar="CHECKPOINT")
     command("explain", _explain, "why each stale job is stale, and what the run will cost")
     command("audit", _audit, "render every committed record again and compare")
     command("rerender", _rerender, "analyse and render all committed measurements again")
@@ -61,8 +63,19 @@ def _run(options: argparse.Namespace) -> None:
         raise UserError(f"the study has no job {options.stage}/{options.subject}") from None
     if options.key not in (None, job.key):
         raise UserError(f"{job.name}: {options.key} is not the current key, {job.key} is")
+    if job.name in plan.unpinned:
+        raise UserError(
+            "not pinned; run `snakemake pin`, which resolves it and writes it into the study",
+            where=plan.unpinned[job.name],
+        )
     with tee(options.log):
         run_job(job, plan.root)
+
+
+def _conclude(options: argparse.Namespace) -> None:
+    from .measure.conclude import conclude
+
+    conclude(options.subject, options.study, options.root.resolve())
 
 
 def _explain(options: argparse.Namespace) -> None:

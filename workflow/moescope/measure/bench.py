@@ -13,6 +13,7 @@ from ..files import read_json
 from ..runtimes.client import Worker, WorkerDied, WorkerError
 from ..runtimes.environments import Interpreter
 from ..task import Task, ingredients
+from . import admission
 from .prompt import prompt_ids, vocabulary
 
 MANIFEST = "moescope/manifest/1"
@@ -23,6 +24,14 @@ FIRST_LIMIT_S = 3600.0  # the first pass compiles: minutes on a GPU
 # Commands are imported by name: the plan adds them to the code of the stages whose study has one,
 # so that studies without any do not depend on how commands are run.
 BINARY, COMMAND = "moescope.runtimes.binary", "moescope.runtimes.command"
+
+
+class NotAdmitted(Exception):
+    """The checkpoint does not fit here; the text says so with the numbers."""
+
+    def __init__(self, decision: admission.Admission):
+        super().__init__(decision.why)
+        self.facts = {"unsupported": decision.why, "admission": decision.as_dict()}
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,10 @@ class Bench:
 
 
 def open_bench(task: Task, runtimes: list[str], prompt: int) -> Bench:
-    """Weights and environments are made again here if they are missing. prompt: its length."""
+    """Weights and environments are made again here if they are missing. prompt: its length.
+
+    Raises NotAdmitted, before anything is made, if the checkpoint does not fit into the memory.
+    """
     # Both are imported here: checking a study needs neither.
     from ..checkpoints import materialise
     from ..runtimes import environments
@@ -62,8 +74,10 @@ def open_bench(task: Task, runtimes: list[str], prompt: int) -> Bench:
     fetch = task.one("fetch")
     vocab = vocabulary(read_json(fetch / "config.json"), str(fetch / "config.json"))
     made_of = ingredients(fetch)
+    manifest = read_json(fetch / "manifest.json", MANIFEST)
+    _admit(task, manifest["bytes"], read_json(fetch / "config.json"))
     weights = materialise.ensure(
-        read_json(fetch / "manifest.json", MANIFEST),
+        manifest,
         made_of["params"]["source"],
         task.work / "checkpoints" / made_of["key"],
         task.work,
@@ -86,6 +100,20 @@ def open_bench(task: Task, runtimes: list[str], prompt: int) -> Bench:
         task.root,
         task.work / "logs" / f"{task.stage}.{task.subject}.{task.key}.log",
     )
+
+
+def _admit(task: Task, weights: int, config: dict[str, Any]) -> None:
+    import psutil
+
+    shape = task.params["shape"]
+    decision = admission.admit(
+        admission.predict_from(weights, config, shape["prompt"], shape["generate"]),
+        psutil.virtual_memory().total,
+        cap=task.params.get("memory"),
+    )
+    if not decision.admitted:
+        task.say(f"{task.subject}: {decision.why}")
+        raise NotAdmitted(decision)
 
 
 @contextmanager

@@ -29,8 +29,12 @@ def run(task: Task) -> None:
     params = task.params
     arms = params["arms"]
     runtimes = [arm["runtime"] for arm in arms.values()]
-    bench = benches.open_bench(task, runtimes, params["shape"]["prompt"])
     backend = params["machine"]["backend"]
+    try:
+        bench = benches.open_bench(task, runtimes, params["shape"]["prompt"])
+    except benches.NotAdmitted as skipped:
+        _skip(task, skipped, backend)
+        return
     settings = guards.DEFAULTS | params["guard"]
     what = f"measure {task.subject}"
     with guards.locked(what, backend, settings["max_wait_s"], task.say) as lock:
@@ -54,6 +58,15 @@ def run(task: Task) -> None:
             found = facts | session.environment() | {"bandwidth": bandwidth}
             write_json(task.out / "environment.json", found)
     journal.clear()
+
+
+def _skip(task: Task, skipped: benches.NotAdmitted, backend: str) -> None:
+    """A checkpoint that does not fit has no runs; each arm says why."""
+    absent = dict.fromkeys(task.params["arms"], skipped.facts["unsupported"])
+    facts = host.describe(backend) | {"admission": skipped.facts["admission"]}
+    write_runs(task.out / "runs.jsonl", [])
+    write_jsonl(task.out / "guard.jsonl", [])
+    write_json(task.out / "environment.json", facts | {"not_applicable": {}, "unsupported": absent})
 
 
 @dataclass

@@ -22,7 +22,11 @@ def run(task: Task) -> None:
     """
     params = task.params
     arm, shape = params["arm"], params["shape"]
-    bench = benches.open_bench(task, [arm["runtime"]], shape["prompt"])
+    try:
+        bench = benches.open_bench(task, [arm["runtime"]], shape["prompt"])
+    except benches.NotAdmitted as skipped:
+        write_json(task.out / "warmup.json", {"schema": SCHEMA, **skipped.facts, "cache": None})
+        return
     caches = cache_folders(bench.variables(arm))
     what = f"warmup {task.subject}"
     with (

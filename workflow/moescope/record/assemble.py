@@ -75,7 +75,8 @@ def assemble(task: Task) -> dict[str, Any]:
 
 
 # What environment.json says beside the host: processes and arms of one checkpoint.
-NO_HOST = ("schema", "bandwidth", "processes", "starts", "not_applicable", "unsupported")
+NO_HOST = ("schema", "bandwidth", "processes", "starts", "admission")
+NO_HOST += ("not_applicable", "unsupported")
 
 
 def _measured(results: Results, checkpoints: dict[str, Any]) -> dict[str, str]:
@@ -135,6 +136,9 @@ def _pins(task: Task, results: Results) -> dict[str, Any]:
         if stage != "build":
             continue
         pin = dict(ingredients(folder)["params"]["runtime"])
+        if pin["kind"] == "command":
+            runtimes[subject] = _command(pin, results, subject)
+            continue
         found = results.json("build", subject, "manifest.json", "moescope/environment/1")
         made = found.value if found else {}
         runtimes[subject] = {
@@ -152,6 +156,32 @@ def _pins(task: Task, results: Results) -> dict[str, Any]:
             source = dict(ingredients(folder)["params"]["source"])
             sources[subject] = {"key": folder.name, **source}
     return {"runtimes": runtimes, "checkpoints": sources}
+
+
+def _command(pin: dict[str, Any], results: Results, subject: str) -> dict[str, Any]:
+    """A runtime that is a command: its commit and framework, how it was built, what it prints."""
+    found = results.json("build", subject, "manifest.json", "moescope/binary/1")
+    made = found.value if found else {}
+    framework = made.get("framework") or {}
+    binaries = made.get("binaries") or {}
+    library = made.get("library") or next(iter(binaries.values()), {})
+    named = {framework["name"]: framework["value"]} if framework else {}
+    return {
+        "kind": "command",
+        "preset": pin["preset"],
+        **{key: pin["source"][key] for key in ("url", "commit", "env") if key in pin["source"]},
+        "denominator": pin["invoke"]["denominator"],
+        "python": made.get("python"),
+        "platform": made.get("platform"),
+        "packages": named | made.get("packages", {}),
+        "library_sha256": library.get("sha256"),
+        **{
+            key: made[key]
+            for key in ("submodules", "build", "toolchain", "binaries", "lacking")
+            if key in made
+        },
+        "file": found.file if found else None,
+    }
 
 
 def _checkpoint(

@@ -52,7 +52,7 @@ def runtimes(record: Record) -> Table:
     rows = []
     for name, pin in record["pins"]["runtimes"].items():
         packages = ", ".join(
-            f"{key} {value}"
+            f"{key} {value[:12]}"
             for key, value in pin["packages"].items()
             if key in ("mlx", "mlx-lm", "mlx-vlm") or key.startswith("mlx-")
         )
@@ -61,13 +61,16 @@ def runtimes(record: Record) -> Table:
             [
                 code(name),
                 plain(pin["kind"]),
-                plain(packages or pin.get("package", "")),
+                plain(packages or pin.get("package") or pin.get("preset", "")),
                 plain(pin["python"] or ""),
                 code(lock[:12]) if lock else ABSENT,
                 code(pin["library_sha256"][:12]) if pin["library_sha256"] else ABSENT,
             ]
         )
-    return Table(["runtime", "kind", "packages", "Python", "lock", "MLX library (sha256)"], rows)
+    return Table(
+        ["runtime", "kind", "packages", "Python", "lock or commit", "library or binary (sha256)"],
+        rows,
+    )
 
 
 def sources(record: Record) -> Table:

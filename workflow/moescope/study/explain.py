@@ -20,6 +20,9 @@ def explain(plan: Plan) -> str:
     if not stale:
         return f"{plan.record.subject}: nothing to do; the record is {plan.record.folder}"
     lines = [f"{plan.record.subject}: {len(stale)} of {len(list(plan))} jobs are stale"]
+    if plan.unpinned:
+        keys = ", ".join(plan.unpinned.values())
+        lines.append(f"not pinned yet, so nothing of it can run: {keys}; run `snakemake pin`")
     names = {job.name for job in stale}
     known = [(job, *_nearest(plan.root, job)) for job in stale]
     for job, earlier, _cost in known:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import UserError
+from ..runtimes.spec import CommandRuntime, resolve
 from ..verdict import quantities
 from .schema import AmbientRuntime, PythonRuntime, Study, SyntheticSource
 
@@ -84,6 +85,8 @@ def _inconsistencies(study: Study, root: Path) -> list[str]:
             lines += _environment(root, runtime.env, f"runtimes.{name}.env")
         elif isinstance(runtime, AmbientRuntime) and runtime.package not in runtime.pins:
             lines.append(f"runtimes.{name}.pins: {runtime.package} has no version; give one")
+        elif isinstance(runtime, CommandRuntime):
+            lines += _command(root, runtime, f"runtimes.{name}")
     for name, checkpoint in study.checkpoints.items():
         if isinstance(checkpoint.source, SyntheticSource):
             source = checkpoint.source
@@ -133,6 +136,15 @@ def _inconsistencies(study: Study, root: Path) -> list[str]:
             )
     lines += _claims(study)
     return lines
+
+
+def _command(root: Path, runtime: CommandRuntime, key: str) -> list[str]:
+    try:
+        resolved = resolve(runtime, key)
+    except UserError as error:
+        return [str(error)]
+    source = resolved["source"]
+    return _environment(root, source["env"], f"{key}.source.env") if "env" in source else []
 
 
 def _environment(root: Path, env: str, key: str) -> list[str]:

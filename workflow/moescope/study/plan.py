@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..files import digest, sha256_text
+from ..runtimes import spec
 from .fingerprint import data_fingerprint, fingerprints
-from .schema import Arm, Machine, PythonRuntime, Study, SyntheticSource
+from .schema import Arm, HubSource, Machine, PythonRuntime, Study, SyntheticSource
 
 # What every arm's process runs: its loop, loading, the measured pass, patches by name.
 WORKER = ("worker.__main__", "worker.load", "worker.decode")
@@ -35,6 +36,10 @@ SYNTHETIC_CODE = ("checkpoints.synthetic", "worker.__main__", "worker.layout")
 BACKEND_CODE = {
     "cuda": ("trace.cuda", "worker.cupti", "worker.kernels", "worker.bandwidth"),
 }
+# Commands are built and spoken to by modules of their own, imported by name.
+COMMAND_CODE = {"build": ("runtimes.binary",)}
+COMMAND_CODE |= dict.fromkeys(("warmup", "measure", "parity"), ("runtimes.command",))
+COMMAND_CODE["trace"] = ("runtimes.command", "trace.command")
 
 # Stage -> the files that its result must have (others may be there too).
 OUTPUTS = {
@@ -106,6 +111,8 @@ class Plan:
         self.study, self.machine, self.root = study, machine, root
         self._jobs: dict[str, Job] = {}
         self._code: dict[tuple[str, ...], dict[str, str]] = {}
+        # Job -> the study's key that must be pinned before it can run.
+        self.unpinned: dict[str, str] = {}
         for checkpoint in study.checkpoints:
             self._fetch(checkpoint)
             self._add("inspect", checkpoint, {}, [f"fetch/{checkpoint}"])
@@ -156,14 +163,28 @@ class Plan:
         if isinstance(source, SyntheticSource):
             params["source"]["layout_lock"] = self._lock(source.layout)
             code += SYNTHETIC_CODE
+        elif isinstance(source, HubSource):
+            del params["source"]["branch"]  # where a pin comes from is no part of it
+            if source.revision is None:
+                self.unpinned[f"fetch/{name}"] = f"checkpoints.{name}.source.revision"
         self._add("fetch", name, params, [], code)
 
     def _build(self, name: str) -> None:
         runtime = self.study.runtimes[name]
-        params = {"name": name, **_dump(runtime)}
-        if isinstance(runtime, PythonRuntime):
-            params["lock"] = self._lock(runtime.env)
-        self._add("build", name, {"runtime": params, "machine": _dump(self.machine)}, [])
+        code = CODE["build"]
+        if isinstance(runtime, spec.CommandRuntime):
+            params = {"name": name, **spec.resolve(runtime, f"runtimes.{name}")}
+            env = params["source"].get("env")
+            code += COMMAND_CODE["build"]
+            if missing := spec.unpinned(params):
+                keys = ", ".join(f"runtimes.{name}.{key}" for key in missing)
+                self.unpinned[f"build/{name}"] = keys
+        else:
+            params = {"name": name, **_dump(runtime)}
+            env = runtime.env if isinstance(runtime, PythonRuntime) else None
+        if env is not None:
+            params["lock"] = self._lock(env)
+        self._add("build", name, {"runtime": params, "machine": _dump(self.machine)}, [], code)
 
     def _warmup(self, checkpoint: str, arm: str) -> None:
         params = {
@@ -171,8 +192,10 @@ class Plan:
             "arm": self._arm(arm),
             "shape": _dump(self.study.shape),
             "machine": _dump(self.machine),
+            **self._memory(),
         }
-        self._add("warmup", f"{checkpoint}.{arm}", params, self._stand(checkpoint, [arm]))
+        code = self._code_of("warmup", [arm])
+        self._add("warmup", f"{checkpoint}.{arm}", params, self._stand(checkpoint, [arm]), code)
 
     def _measure(self, checkpoint: str) -> None:
         arms = self.study.arms_on(checkpoint)
@@ -185,8 +208,10 @@ class Plan:
             "guard": _dump(self.study.guard),
             "machine": _dump(self.machine),
             "session": self.study.study.session,
+            **self._memory(),
         }
-        self._add("measure", checkpoint, params, self._stand(checkpoint, arms) + warm)
+        code = self._code_of("measure", arms)
+        self._add("measure", checkpoint, params, self._stand(checkpoint, arms) + warm, code)
 
     def _trace(self, checkpoint: str, arm: str) -> None:
         params = {
@@ -195,11 +220,12 @@ class Plan:
             "shape": _dump(self.study.shape),
             "trace": _dump(self.study.trace),
             "guard": _dump(self.study.guard),
-            "limits": _dump(self.study.limits, without=("parity",)),
+            "limits": _dump(self.study.limits, without=("parity", "memory")),
             "machine": _dump(self.machine),
             "session": self.study.study.session,
+            **self._memory(),
         }
-        code = CODE["trace"] + BACKEND_CODE.get(self.machine.backend, ())
+        code = self._code_of("trace", [arm]) + BACKEND_CODE.get(self.machine.backend, ())
         self._add("trace", f"{checkpoint}.{arm}", params, self._stand(checkpoint, [arm]), code)
 
     def _parity(self, checkpoint: str) -> None:
@@ -214,8 +240,10 @@ class Plan:
             "shape": _dump(self.study.shape),
             "limits": _dump(self.study.limits.parity),
             "machine": _dump(self.machine),
+            **self._memory(),
         }
-        self._add("parity", checkpoint, params, self._stand(checkpoint, arms))
+        code = self._code_of("parity", arms)
+        self._add("parity", checkpoint, params, self._stand(checkpoint, arms), code)
 
     def _analyse(self) -> None:
         study = self.study
@@ -264,6 +292,16 @@ class Plan:
     def _arm(self, name: str) -> dict[str, Any]:
         arm: Arm = self.study.arms[name]
         return {"name": name, **_dump(arm, without=("checkpoints",))}
+
+    def _code_of(self, stage: str, arms: list[str]) -> tuple[str, ...]:
+        """The modules of a stage that runs these arms."""
+        runtimes = (self.study.runtimes[self.study.arms[arm].runtime] for arm in arms)
+        command = any(isinstance(runtime, spec.CommandRuntime) for runtime in runtimes)
+        return CODE[stage] + (COMMAND_CODE[stage] if command else ())
+
+    def _memory(self) -> dict[str, int]:
+        cap = self.study.limits.memory
+        return {} if cap is None else {"memory": cap}
 
     def _stand(self, checkpoint: str, arms: list[str]) -> list[str]:
         """The checkpoint and the builds that some arms stand on."""

@@ -15,7 +15,9 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+
+from ..runtimes.spec import CommandRuntime
+from ..strict import known_keys
 
 SCHEMA = "moescope/study/1"
 
@@ -32,16 +34,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            allowed = [field.alias or name for name, field in cls.model_fields.items()]
-            unknown = [str(key) for key in data if key not in allowed]
-            if unknown:
-                raise PydanticCustomError(
-                    "unknown_key",
-                    "unknown key {unknown}; allowed: {allowed}",
-                    {"unknown": ", ".join(unknown), "allowed": ", ".join(allowed)},
-                )
-        return data
+        return known_keys(cls, data)
 
 
 class About(Strict):
@@ -83,9 +76,13 @@ class Recipe(Strict):
 
 
 class HubSource(Strict):
+    """Without ``revision`` the checkpoint is not pinned: nothing of it runs until ``snakemake pin``
+    has resolved ``branch`` and written the revision."""
+
     kind: Literal["hub"]
     repo: Annotated[str, StringConstraints(pattern=r"^[\w.-]+/[\w.-]+$")]
-    revision: Revision
+    revision: Revision | None = None
+    branch: str = "main"
 
 
 class LocalSource(Strict):
@@ -194,6 +191,7 @@ class Limits(Strict):
     conservation: Annotated[float, Field(gt=0, lt=1)] = 0.02
     unclassified: Annotated[float, Field(gt=0, lt=1)] = 0.01
     profiler_cost: Annotated[float, Field(gt=0, lt=1)] = 0.03
+    memory: Annotated[int, Field(gt=0)] | None = None  # bytes that a run may need at most
     parity: ParityLimits = ParityLimits()
 
 
@@ -225,7 +223,12 @@ class Study(Strict):
     machine: Machine | None = None
     checkpoints: Annotated[dict[Name, Checkpoint], Field(min_length=1)]
     runtimes: Annotated[
-        dict[Name, Annotated[PythonRuntime | AmbientRuntime, Field(discriminator="kind")]],
+        dict[
+            Name,
+            Annotated[
+                PythonRuntime | AmbientRuntime | CommandRuntime, Field(discriminator="kind")
+            ],
+        ],
         Field(min_length=1),
     ]
     arms: Annotated[dict[Name, Arm], Field(min_length=1)]

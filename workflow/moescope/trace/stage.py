@@ -19,6 +19,7 @@ from ..files import write_json, write_text
 from ..measure import bench as benches
 from ..measure import guard as guards
 from ..runtimes.client import Worker, WorkerError
+from ..runtimes.environments import Interpreter
 from ..task import Task
 
 SCOPES = "moescope/scopes/1"
@@ -28,6 +29,8 @@ TRACE = "moescope/trace/1"
 # "not_measured": [sentences], ...}``. It writes its own files; what it returns joins trace.json.
 # Imported by name: the plan adds it to the code of the traces on that backend, and of no other.
 BACKENDS = {"cuda": "moescope.trace.cuda"}
+# The same for arms that are commands, on the backends that have a profiler for binaries.
+COMMAND, COMMAND_BACKENDS = "moescope.trace.command", ("cuda", "metal")
 
 GATHERS = ("GatherMM", "GatherQMM")
 MOE_TERMS = ("router", "expert_gather", "activation", "combine", "shared_expert")
@@ -79,9 +82,14 @@ def run(task: Task) -> None:
     (moescope/trace/1), and what the backend's instruments write."""
     params = task.params
     arm, backend = params["arm"], params["machine"]["backend"]
-    bench = benches.open_bench(task, [arm["runtime"]], params["shape"]["prompt"])
     settings = guards.DEFAULTS | {"max_wait_s": MAX_WAIT_S} | params.get("guard", {})
     found = Found(params["trace"]["tokens"])
+    try:
+        bench = benches.open_bench(task, [arm["runtime"]], params["shape"]["prompt"])
+    except benches.NotAdmitted as skipped:
+        found.unsupported = str(skipped)
+        found.write(task, params["limits"]["conservation"])
+        return
     with guards.locked(f"trace {task.subject}", backend, LOCK_LIMIT_S, task.say):
         probes = guards.probes(settings, backend)
         with (
@@ -236,6 +244,8 @@ def _counts(graph: dict[str, Any], moe_layers: int) -> dict[str, Any]:
 
 def _of_the_backend(context: Context, backend: str, found: Found) -> None:
     name = BACKENDS.get(backend)
+    if not isinstance(context.bench.runtimes[context.arm["runtime"]], Interpreter):
+        name = COMMAND if backend in COMMAND_BACKENDS else None
     if name is None:
         return
     if importlib.util.find_spec(name) is None:

@@ -228,8 +228,13 @@ class Checkpoint:
             "operations": attribution.operations(operations, trace)
             if operations and operations.value
             else None,
-            "trace_not_measured": list((trace.value if trace else {}).get("not_measured", [])),
+            "trace_not_measured": list((trace.value if trace else {}).get("not_measured", []))
+            + self._not_compared(name),
         }
+
+    def _not_compared(self, name: str) -> list[str]:
+        found = (self.parity.value["arms"] if self.parity else {}).get(name) or {}
+        return [f"parity: {found['not_compared']}"] if "not_compared" in found else []
 
     def _removes(self, name: str, measured: dict[str, Any]) -> dict[str, Any] | None:
         """For an intervention: the terms it takes away, by the base arm's other instruments."""
@@ -255,8 +260,9 @@ class Checkpoint:
         )
         if found is None or "load_s" not in found.value:
             return None
+        load = found.value["load_s"]
         return {
-            "load": figure([found.value["load_s"]], "s", [found.file]),
+            "load": None if load is None else figure([load], "s", [found.file]),
             "first_use": figure([found.value["first_use_s"]], "s", [found.file]),
         }
 

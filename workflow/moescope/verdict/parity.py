@@ -29,7 +29,12 @@ def run(task: Task) -> None:
     arms, shape = params["arms"], params["shape"]
     (reference,) = (name for name, arm in arms.items() if arm["role"] == "reference")
     runtimes = [arm["runtime"] for arm in arms.values()]
-    bench = benches.open_bench(task, runtimes, shape["prompt"])
+    try:
+        bench = benches.open_bench(task, runtimes, shape["prompt"])
+    except benches.NotAdmitted as skipped:
+        empty = {"schema": SCHEMA, "reference": reference, "repetition_excused": False, "arms": {}}
+        write_json(task.out / "parity.json", empty | {"skipped": str(skipped)})
+        return
     synthetic = ingredients(task.one("fetch"))["params"]["source"]["kind"] == "synthetic"
     backend = params["machine"]["backend"]
     scratch = task.work / "tmp"
