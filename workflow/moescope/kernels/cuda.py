@@ -15,15 +15,29 @@ import mlx.core as mx
 
 from . import source
 from .common import check, dynamic_names, projection_text, static_inputs
-from .layout import Cut, Geometry, cut, down_residents, steps
+from .device import Device
+from .layout import (
+    STEP,
+    Cut,
+    Geometry,
+    Launch,
+    cut,
+    down_launch,
+    first_launch,
+    steps,
+    tiles,
+)
 from .spec import Spec, Tensors
-from .weights import Unsupported
+from .weights import Format, Unsupported
 
 TYPE_TEXT = {
     "bfloat16": """
 FN void to_floats(uint4 v, float (&f)[8]) {
   const u32 w[4] = {v.x, v.y, v.z, v.w};
-  for (int i = 0; i < 4; ++i) { f[2 * i] = as_float(w[i] << 16); f[2 * i + 1] = as_float(w[i] & 0xffff0000u); }
+  for (int i = 0; i < 4; ++i) {
+    f[2 * i] = as_float(w[i] << 16);
+    f[2 * i + 1] = as_float(w[i] & 0xffff0000u);
+  }
 }
 FN u32 from_float(float v) { return round_bf16(v); }
 #define PARTS 1
@@ -31,7 +45,10 @@ FN u32 from_float(float v) { return round_bf16(v); }
     "float16": """
 FN void to_floats(uint4 v, float (&f)[8]) {
   const u32 w[4] = {v.x, v.y, v.z, v.w};
-  for (int i = 0; i < 4; ++i) { f[2 * i] = half_to_float(w[i] & 0xffffu); f[2 * i + 1] = half_to_float(w[i] >> 16); }
+  for (int i = 0; i < 4; ++i) {
+    f[2 * i] = half_to_float(w[i] & 0xffffu);
+    f[2 * i + 1] = half_to_float(w[i] >> 16);
+  }
 }
 FN u32 from_float(float v) { return round_half(v); }
 #define PARTS 2
@@ -43,7 +60,6 @@ MATH = """
 #define LOG1P log1pf
 #define SQRT sqrtf
 """
-SHARED_MEMORY = 46 * 1024
 
 
 def bounds(threads: int, residents: int) -> str:
@@ -63,79 +79,76 @@ def prelude() -> str:
     return source.text("prelude.cuh") + MATH
 
 
-def first_half(spec: Spec, plan: Cut, prefetch_rows: int, language: str = "") -> tuple[str, str]:
+def first_half(
+    spec: Spec, plan: Cut, how: Launch, rows: int, language: str = ""
+) -> tuple[str, str]:
     """Header and body of the router, gate and up kernel. language: in place of the prelude."""
-    language = language or prelude()
-    shared = spec.shared
-    rows = 8 if spec.gate else 16
+    routed, shared = tiles(spec)
     values = source.router_values(spec.router, spec.dtype) | source.block_values(spec)
     values |= source.middle(spec) | {
-        "PADDED": steps(spec.hidden) * 128,
+        "PADDED": steps(spec.hidden) * STEP,
         "STEPS": steps(spec.hidden),
         "STEPS_EACH": plan.each,
+        "EVEN_STEPS": int(
+            plan.each * plan.warps * STEP == spec.hidden and plan.each % how.batch == 0
+        ),
         "WARPS": plan.warps,
-        "TILES": plan.tiles,
-        "TILE_ROWS": rows,
-        "ROUTED_TILES": spec.router.top_k * (spec.width // rows),
-        "SHARED_TILES": shared.width // rows if shared else 0,
-        "BATCH": plan.batch,
-        "SHARED_BATCH": plan.shared_batch,
-        "PREFETCH_ROWS": prefetch_rows,
+        "TILES": how.warps // plan.warps,
+        "TILE_ROWS": 8 if spec.gate else 16,
+        "ROUTED_TILES": routed,
+        "SHARED_TILES": shared,
+        "BATCH": how.batch,
+        "STAGES": how.stages,
+        "STAGE_BYTES": how.stage,
+        "PREFETCH_ROWS": rows,
     }
     forms = {"gate": spec.gate, "up": spec.up, "down": spec.down}
-    if shared:
-        forms |= {"shared_gate": shared.gate, "shared_up": shared.up}
-    header = "\n".join(
-        [
-            language,
-            TYPE_TEXT[spec.dtype],
-            source.defines(values),
-            source.text("formats.cuh"),
-            source.text("matvec.cuh"),
-            source.text("softmax.cuh"),
-            source.text("router.h"),
-            source.text("activation.h"),
-            *(f"{source.projection(name.upper(), form)}\n{projection_text(name, form)}" for name, form in forms.items() if form),
-        ]
-    )
-    return header, source.text("gate_up.body")
+    if spec.shared:
+        forms |= {"shared_gate": spec.shared.gate, "shared_up": spec.shared.up}
+    files = ("formats.cuh", "matvec.cuh", "softmax.cuh", "router.h", "activation.h")
+    return header(spec, values, forms, files, language), source.text("gate_up.body")
 
 
-def second_half(spec: Spec, plan: Cut, language: str = "") -> tuple[str, str]:
+def second_half(spec: Spec, plan: Cut, how: Launch, language: str = "") -> tuple[str, str]:
     """Header and body of the down and combine kernel."""
-    language = language or prelude()
-    shared = spec.shared
-    values = source.block_values(spec) | source.middle(spec) | {
-        "ROUTER_K": spec.router.top_k,
-        "SPLIT": plan.split,
-        "STEPS_EACH": plan.down_each,
-        "BATCH": plan.down_batch,
-        "SHARED_SPLIT": plan.shared_split,
-        "SHARED_STEPS_EACH": plan.shared_each,
-        "SHARED_BATCH": plan.shared_down_batch,
-    }
-    forms = {"down": spec.down}
-    if shared:
-        forms["shared_down"] = shared.down
-    header = "\n".join(
-        [
-            language,
-            TYPE_TEXT[spec.dtype],
-            source.defines(values),
-            source.text("formats.cuh"),
-            source.text("matvec.cuh"),
-            *(f"{source.projection(name.upper(), form)}\n{projection_text(name, form)}" for name, form in forms.items() if form),
-        ]
+    even = plan.down_each * plan.split * STEP == spec.width and plan.down_each % how.batch == 0
+    values = (
+        source.block_values(spec)
+        | source.middle(spec)
+        | {
+            "ROUTER_K": spec.router.top_k,
+            "SPLIT": plan.split,
+            "STEPS_EACH": plan.down_each,
+            "EVEN_STEPS": int(even and spec.shared is None),
+            "BATCH": how.batch,
+            "STAGES": how.stages,
+            "STAGE_BYTES": how.stage,
+            "SHARED_SPLIT": plan.shared_split,
+            "SHARED_STEPS_EACH": plan.shared_each,
+        }
     )
-    return header, source.text("down.body")
+    forms = {"down": spec.down}
+    if spec.shared:
+        forms["shared_down"] = spec.shared.down
+    files = ("formats.cuh", "matvec.cuh")
+    return header(spec, values, forms, files, language), source.text("down.body")
 
 
-def fits(spec: Spec) -> None:
-    """Raise Unsupported where a block's operand does not fit shared memory."""
-    parts = 1 if spec.dtype == "bfloat16" else 2
-    need = steps(spec.hidden) * 128 * (2 * parts + 0.5) + 12 * spec.router.logits + 8192
-    if need > SHARED_MEMORY:
-        raise Unsupported(f"hidden size {spec.hidden} does not fit shared memory")
+def header(
+    spec: Spec,
+    values: dict[str, object],
+    forms: dict[str, Format | None],
+    files: tuple[str, ...],
+    language: str,
+) -> str:
+    """All that stands before a kernel's body."""
+    projections = [
+        f"{source.projection(name.upper(), form)}\n{projection_text(name, form)}"
+        for name, form in forms.items()
+        if form
+    ]
+    parts = [language or prelude(), TYPE_TEXT[spec.dtype], source.defines(values)]
+    return "\n".join([*parts, *map(source.text, files), *projections])
 
 
 def include(text: str) -> str:
@@ -159,7 +172,9 @@ def include(text: str) -> str:
 
 
 @cache
-def _kernel(kind: str, inputs: tuple[str, ...], output: str, header: str, body: str) -> Callable:
+def _kernel(
+    kind: str, inputs: tuple[str, ...], output: str, header: str, body: str, memory: int
+) -> Callable[..., Any]:
     if not os.environ.get("MOESCOPE_FUSED_INLINE"):
         header, body = include(header), include(body)
     return mx.fast.cuda_kernel(
@@ -168,6 +183,7 @@ def _kernel(kind: str, inputs: tuple[str, ...], output: str, header: str, body: 
         output_names=[output],
         source=body,
         header=header,
+        shared_memory=memory,
     )
 
 
@@ -178,33 +194,33 @@ def prefetch_rows(spec: Spec, chosen: Geometry) -> int:
     return min(spec.out, rows // 16 * 16)
 
 
-def build(spec: Spec, tensors: Tensors, chosen: Geometry, cores: int) -> Callable[..., Any]:
+def build(spec: Spec, tensors: Tensors, chosen: Geometry, device: Device) -> Callable[..., Any]:
     """A callable ``run(shape, x, *dynamic) -> y`` for one block; kernels are shared by text.
 
-    dynamic: as ``dynamic_names`` says; shape: the output's. Raises Unsupported.
+    dynamic: as ``dynamic_names`` says; shape: the output's. ``run.first_half(*dynamic)`` is the
+    first kernel alone. Raises Unsupported.
     """
     check(spec)
-    fits(spec)
-    plan = cut(spec, chosen)
+    if device.capability < 80:
+        raise Unsupported(f"compute capability {device.capability / 10}")
+    plan = cut(spec)
+    one = first_launch(spec, plan, chosen, device.cores, device.shared_memory)
+    two = down_launch(spec, plan, chosen, device.cores, device.shared_memory)
+    if one is None or two is None:
+        raise Unsupported("the shape does not fit the shared memory")
     rows = prefetch_rows(spec, chosen)
     first, second = static_inputs(spec, tensors, rows > 0)
-    rows_a_tile = 8 if spec.gate else 16
-    tiles = spec.router.top_k * spec.width // rows_a_tile
-    tiles += spec.shared.width // rows_a_tile if spec.shared else 0
-    threads = plan.tiles * plan.warps * 32
-    blocks = min(-(-tiles // plan.tiles), cores * chosen.residents(threads))
-    down_threads = 32 * (spec.router.top_k * plan.split + plan.shared_split)
-
-    header, body = first_half(spec, plan, rows)
-    header += "\n" + bounds(threads, chosen.residents(threads)) + "\n"
-    gate_up = _kernel("gate_up", (*dynamic_names(spec), *first), "middle", header, body)
-    header, body = second_half(spec, plan)
-    header += "\n" + bounds(down_threads, down_residents(spec, plan)) + "\n"
-    down = _kernel("down", ("middle", *second), "out", header, body)
+    head, body = first_half(spec, plan, one, rows)
+    head += "\n" + bounds(one.warps * 32, 1) + "\n"
+    names = (*dynamic_names(spec), *first)
+    gate_up = _kernel("gate_up", names, "middle", head, body, one.ring_bytes)
+    head, body = second_half(spec, plan, two)
+    head += "\n" + bounds(two.warps * 32, 1) + "\n"
+    down = _kernel("down", ("middle", *second), "out", head, body, two.ring_bytes)
 
     static_first, static_second = list(first.values()), list(second.values())
-    first_grid, first_group = (blocks * threads, 1, 1), (threads, 1, 1)
-    second_grid, second_group = (spec.out // 16 * down_threads, 1, 1), (down_threads, 1, 1)
+    first_grid, first_group = (one.blocks * one.warps * 32, 1, 1), (one.warps * 32, 1, 1)
+    second_grid, second_group = (two.blocks * two.warps * 32, 1, 1), (two.warps * 32, 1, 1)
     middle_shapes = [(source.middle(spec)["MID_BYTES"] // 4,)]
     middle_types = [mx.uint32]
     out_types = [getattr(mx, spec.dtype)]

@@ -8,11 +8,14 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Device:
-    """language: "cuda" or "metal"; name as the driver gives it; cores: multiprocessors (CUDA)."""
+    """language: "cuda" or "metal"; name as the driver gives it. CUDA: cores (multiprocessors),
+    shared_memory (bytes a block may have), capability (90 for 9.0)."""
 
     language: str
     name: str
-    cores: int
+    cores: int = 0
+    shared_memory: int = 0
+    capability: int = 0
 
 
 def current() -> Device | None:
@@ -20,22 +23,27 @@ def current() -> Device | None:
     if mx.default_device().type != mx.DeviceType.gpu:
         return None
     info = mx.device_info()
+    name = str(info.get("device_name", ""))
     if mx.metal.is_available():
-        return Device("metal", str(info.get("device_name", "")), 0)
+        return Device("metal", name)
     if mx.cuda.is_available():
-        return Device("cuda", str(info.get("device_name", "")), _multiprocessors())
+        cores, memory, major, minor = _attributes(16, 97, 75, 76)
+        return Device("cuda", name, cores, memory, major * 10 + minor)
     return None
 
 
-def _multiprocessors() -> int:
-    """From the driver, which MLX has loaded already; an H200's where it does not say."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        count, device = ctypes.c_int(), ctypes.c_int()
-        driver.cuInit(0)
-        driver.cuDeviceGet(ctypes.byref(device), 0)
-        if driver.cuDeviceGetAttribute(ctypes.byref(count), 16, device) == 0 and count.value > 0:
-            return count.value
-    except OSError:
-        pass
-    return 132
+def _attributes(*which: int) -> list[int]:
+    """Attributes of device 0 by their numbers, from the driver, which MLX has loaded already.
+
+    Raises OSError if there is no driver, RuntimeError with its code if it fails.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    device, found = ctypes.c_int(), []
+    codes = [driver.cuInit(0), driver.cuDeviceGet(ctypes.byref(device), 0)]
+    for number in which:
+        value = ctypes.c_int()
+        codes.append(driver.cuDeviceGetAttribute(ctypes.byref(value), number, device))
+        found.append(value.value)
+    if any(codes):
+        raise RuntimeError(f"the CUDA driver answers with codes {codes}")
+    return found

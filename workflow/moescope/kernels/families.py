@@ -207,6 +207,7 @@ def phimoe(path: str, block: Any, dtype: Any) -> Site:
         block.switch_mlp,
         top_k=block.top_k,
         select="sparsemixer",
+        high=False,
         jitter=float(block.jitter_eps),
     )
     return _inline(path, block, dtype, router, {})

@@ -81,5 +81,6 @@ def declined(spec: Spec, device: Device, mlx: str) -> str | None:
         return f"width {spec.width} is above {WIDTH}={limit}" if spec.width > limit else None
     known = crossover(device, mlx)
     if spec.width > known.max_width:
-        return f"width {spec.width} is above the crossover {known.max_width} ({known.kind}: {known.source})"
+        where = f"crossover {known.max_width} ({known.kind}: {known.source})"
+        return f"width {spec.width} is above the {where}"
     return None

@@ -1,12 +1,12 @@
 """How the work is cut up: what the shape fixes, and what may be tuned.
 
 Which warp sums which part of a row, and in what order the parts are added, follows from the shape
-alone. The tunable geometry (tiles a block, blocks a multiprocessor) only deals tiles to blocks. So
-results are the same bits for every geometry.
+alone. The tunable geometry (warps a block, stages of a ring, blocks) only deals tiles to warps and
+says how far ahead they read. So results are the same bits for every geometry.
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moescope.errors import UserError
 
@@ -14,33 +14,39 @@ from .spec import Spec
 from .weights import Format
 
 VARIABLE = "MOESCOPE_FUSED_GEOMETRY"
-STEP = 128  # weights of a row that a warp takes at once
-REGISTER_WORDS = 32  # registers that a warp's lane may keep in flight for weights
+STEP = 128  # columns that a warp takes at once
 NOMINAL_CORES = 132
-DOWN_WARPS = 24  # warps of the second half that a multiprocessor is to hold
+IN_FLIGHT = 32  # words of weights per lane and stage: two rows' chunks of each step
+DOWN_WARPS = 8  # warps of the second half per block, about
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """tiles: tiles that a block of the first half works on at once (0: by shape); warps: its warps
-    per multiprocessor; prefetch: MiB of the second half's weights fetched early."""
+    """warps: of a block of the first half (on Metal: simdgroups of a threadgroup, 8 unless given);
+    steps: of a stage (0: by format); stages: of a warp's ring (0: as many as fit); prefetch: MiB of
+    the second half's weights that the first half sends for; cores: multiprocessors to use (0: all).
+    """
 
-    tiles: int = 0
-    warps: int = 20
-    prefetch: int = 24
-
-    def residents(self, threads: int) -> int:
-        """Blocks of so many threads per multiprocessor."""
-        return max(1, self.warps * 32 // threads)
+    warps: int = 0
+    steps: int = 0
+    stages: int = 0
+    prefetch: int = 8
+    cores: int = 0
 
 
 def geometry(value: str | None = None) -> Geometry:
-    """Geometry from ``MOESCOPE_FUSED_GEOMETRY`` ("tiles=2,warps=24,prefetch=0"), or the defaults.
+    """Geometry from ``MOESCOPE_FUSED_GEOMETRY`` ("warps=16,stages=2,prefetch=0"), or the defaults.
 
     Raises UserError naming the variable, the allowed keys and ranges.
     """
     value = os.environ.get(VARIABLE, "") if value is None else value
-    limits = {"tiles": (1, 8), "warps": (1, 64), "prefetch": (0, 256)}
+    limits = {
+        "warps": (1, 32),
+        "steps": (1, 8),
+        "stages": (2, 16),
+        "prefetch": (0, 256),
+        "cores": (1, 1024),
+    }
     given: dict[str, int] = {}
     for item in filter(None, value.split(",")):
         key, _, number = item.partition("=")
@@ -53,18 +59,17 @@ def geometry(value: str | None = None) -> Geometry:
 
 
 def steps(columns: int) -> int:
-    """Steps of 128 weights in a row, the last one perhaps short."""
+    """Steps of 128 columns in a row, the last one perhaps short."""
     return -(-columns // STEP)
 
 
 def batch(*forms: Format) -> int:
-    """Steps whose weights are in flight together: as many as their registers allow."""
-    words = sum(f.bits for f in forms)
-    return max(1, min(4, REGISTER_WORDS // words))
+    """Steps of one stage for two panels of these formats."""
+    return max(1, min(4, IN_FLIGHT // sum(f.bits for f in forms)))
 
 
 def even_batch(each: int, most: int) -> int:
-    """How many of ``each`` steps to have in flight: few rounds, little left over."""
+    """How many of ``each`` steps to put in a stage: few stages, little left over."""
 
     def cost(u: int) -> float:
         rounds = -(-each // u)
@@ -78,76 +83,168 @@ def split(count: int, target: float, most_parts: int, most_batch: int) -> int:
 
     def cost(parts: int) -> float:
         each = -(-count // parts)
-        rounds = -(-each // even_batch(each, most_batch))
+        u = even_batch(each, most_batch)
+        padded = parts * -(-each // u) * u
         away = max(parts, target) / min(parts, target)
-        return parts * each / count * (1 + 0.04 * rounds) * away**0.3
+        rounds = -(-each // u)
+        return padded / count * away**0.3 * (1 + 0.02 * rounds)
 
-    return min(range(1, min(count, most_parts) + 1), key=cost)
+    return min(range(1, max(1, min(count, most_parts)) + 1), key=cost)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """First half: warps a tile, steps each, steps in flight (routed, shared), tiles a block.
-
-    Second half: parts of a routed slot, steps each, in flight; the same of the shared one.
-    """
+    """What the shape fixes. First half: warps a tile, steps of each. Second half: parts of a routed
+    slot and of the shared one, steps of each."""
 
     warps: int
     each: int
-    batch: int
-    shared_batch: int
-    tiles: int
     split: int
     down_each: int
-    down_batch: int
     shared_split: int = 0
     shared_each: int = 0
-    shared_down_batch: int = 1
 
 
-def cut(spec: Spec, chosen: Geometry) -> Cut:
-    """By shape; only ``tiles`` looks at the geometry."""
-    most = batch(spec.gate or spec.up, spec.up)
+def _most(spec: Spec) -> tuple[int, int]:
+    """Steps of a stage at most, first and second half."""
+    first = [batch(spec.gate or spec.up, spec.up)]
+    second = [batch(spec.down, spec.down)]
+    if spec.shared:
+        first.append(batch(spec.shared.gate or spec.shared.up, spec.shared.up))
+        second.append(batch(spec.shared.down, spec.shared.down))
+    return min(first), min(second)
+
+
+def cut(spec: Spec) -> Cut:
+    """By shape alone."""
+    most, down_most = _most(spec)
     count = steps(spec.hidden)
     warps = split(count, count / most, 4, most)
     each = -(-count // warps)
-    tiles = min(chosen.tiles or max(1, 4 // warps), 32 // warps)
-    k = spec.router.top_k
-    blocks = -(-(spec.out // 16) // NOMINAL_CORES)
-    total = steps(spec.width)
-    down_most = batch(spec.down, spec.down)
-    room = DOWN_WARPS / (k * min(blocks, 3))
-    parts = split(total, max(1.0, room), max(1, int(room * 1.2)), down_most)
+    k, total = spec.router.top_k, steps(spec.width)
+    parts = split(total, max(1.0, DOWN_WARPS / k), max(1, 24 // k), down_most)
     down_each = -(-total // parts)
-    plan = Cut(
-        warps,
-        each,
-        even_batch(each, most),
-        1,
-        tiles,
-        parts,
-        down_each,
-        even_batch(down_each, down_most),
-    )
     if not spec.shared:
-        return plan
-    shared = spec.shared
-    shared_total = steps(shared.width)
-    shared_most = batch(shared.down, shared.down)
-    room = min(8, 31 - k * parts)
-    shared_parts = split(shared_total, max(1.0, shared_total / down_each), room, shared_most)
-    shared_each = -(-shared_total // shared_parts)
-    return replace(
-        plan,
-        shared_batch=even_batch(each, batch(shared.gate or shared.up, shared.up)),
-        shared_split=shared_parts,
-        shared_each=shared_each,
-        shared_down_batch=even_batch(shared_each, shared_most),
+        return Cut(warps, each, parts, down_each)
+    shared_total = steps(spec.shared.width)
+    room = max(1, min(8, 28 - k * parts))
+    shared_parts = split(shared_total, max(1.0, shared_total / down_each), room, down_most)
+    return Cut(warps, each, parts, down_each, shared_parts, -(-shared_total // shared_parts))
+
+
+def panel_bytes(form: Format, columns: int, unit: int) -> int:
+    """Bytes of eight rows of ``unit`` steps in a stage (matvec.cuh: Panel::SIZE)."""
+    wide = unit * 4 * form.chunk_bytes
+    stride = -(-wide // 128) * 128
+    if form.chunk_bytes != 16:
+        stride += 16
+    else:
+        stride += -64 if wide % 128 == 64 else 64
+    each = {"affine": 2}.get(form.mode, 1)
+    count = 0 if form.mode == "dense" else -(-unit * STEP // form.group)
+    scales = -(-count * each // 16) * 16
+    return 8 * stride + 8 * scales * (2 if form.mode == "affine" else 1)
+
+
+def stage_bytes(pairs: list[tuple[Format, Format, int]], unit: int, extra: int) -> int:
+    """Bytes of the largest stage of these pairs of panels (formats, columns)."""
+    return max(
+        -(-(panel_bytes(a, d, unit) + panel_bytes(b, d, unit) + extra) // 128) * 128
+        for a, b, d in pairs
     )
 
 
-def down_residents(spec: Spec, plan: Cut) -> int:
-    """Blocks of the second half that a multiprocessor is to hold at once (a bound on registers)."""
-    threads = 32 * (spec.router.top_k * plan.split + plan.shared_split)
-    wanted = -(-(spec.out // 16) // NOMINAL_CORES)
-    return max(1, min(wanted, 896 // threads, 4))
+def first_stage(spec: Spec, unit: int) -> int:
+    """Bytes of a stage of the first half, ``unit`` steps a stage."""
+    pairs = [(spec.gate or spec.up, spec.up, spec.hidden)]
+    if spec.shared:
+        pairs.append((spec.shared.gate or spec.shared.up, spec.shared.up, spec.hidden))
+    return stage_bytes(pairs, unit, 0)
+
+
+def down_stage(spec: Spec, unit: int) -> int:
+    """Bytes of a stage of the second half, the operand's piece included."""
+    pairs = [(spec.down, spec.down, spec.width)]
+    if spec.shared:
+        pairs.append((spec.shared.down, spec.shared.down, spec.shared.width))
+    return stage_bytes(pairs, unit, unit * 4 * (128 + 16))
+
+
+def first_static(spec: Spec, warps: int) -> int:
+    """Bytes of shared memory of the first half beside the rings, roughly from above."""
+    parts = 1 if spec.dtype == "bfloat16" else 2
+    padded = steps(spec.hidden) * STEP
+    return padded * 2 * parts + padded // 8 + 12 * spec.router.logits + 128 * warps + 1024
+
+
+def tiles(spec: Spec) -> tuple[int, int]:
+    """Routed and shared tiles of the first half."""
+    rows = 8 if spec.gate else 16
+    shared = spec.shared.width // rows if spec.shared else 0
+    return spec.router.top_k * (spec.width // rows), shared
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One half's launch: blocks, warps a block, steps a stage, stages of a ring, bytes of a stage.
+
+    Steps are added one by one whatever the stage holds, so none of this touches the result.
+    """
+
+    blocks: int
+    warps: int
+    batch: int
+    stages: int
+    stage: int
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of the block's rings."""
+        return self.warps * self.stages * self.stage
+
+
+def _stages(room: int, wanted: int, needed: int) -> int:
+    """Stages that fit: as many as wanted (0: needed, eight at most), at least two or none."""
+    count = min(room, wanted or max(2, min(needed + 1, 8)))
+    return count if count >= 2 else 0
+
+
+def first_launch(spec: Spec, plan: Cut, chosen: Geometry, cores: int, memory: int) -> Launch | None:
+    """The first half's launch; None where not even a small one fits the shared memory."""
+    total = sum(tiles(spec))
+    blocks = min(chosen.cores or cores, total)
+    each = -(-total // blocks)
+    # A short run is over before deep stages have filled: shallow ones, fewer warps (measured).
+    most = min(plan.each, _most(spec)[0])
+    short = -(-each * plan.warps // 16) * -(-plan.each // most) <= 3
+    most = min(most, chosen.steps or (2 if short else most))
+    groups = max(1, (chosen.warps or (12 if short else 16)) // plan.warps)
+    groups = min(groups, each, 15, 32 // plan.warps)
+    for unit in range(even_batch(plan.each, most), 0, -1):
+        stage = first_stage(spec, unit)
+        for count in range(groups, 0, -1):
+            warps = count * plan.warps
+            room = (memory - first_static(spec, warps)) // (warps * stage)
+            needed = -(-plan.each // unit) * -(-each // count)
+            stages = _stages(room, chosen.stages, needed)
+            if stages:
+                return Launch(blocks, warps, unit, stages, stage)
+    return None
+
+
+def down_launch(spec: Spec, plan: Cut, chosen: Geometry, cores: int, memory: int) -> Launch | None:
+    """The second half's launch; None where it does not fit the shared memory."""
+    row_tiles = spec.out // 16
+    blocks = min(chosen.cores or cores, row_tiles)
+    warps = spec.router.top_k * plan.split + plan.shared_split
+    most = min(plan.down_each, _most(spec)[1])
+    short = -(-plan.down_each // most) * -(-row_tiles // blocks) <= 2
+    most = min(most, chosen.steps or (2 if short else most))
+    for unit in range(even_batch(plan.down_each, most), 0, -1):
+        stage = down_stage(spec, unit)
+        room = (memory - 2048 - warps * 128) // (warps * stage)
+        needed = -(-plan.down_each // unit) * -(-row_tiles // blocks)
+        stages = _stages(room, chosen.stages, needed)
+        if stages and warps <= 32:
+            return Launch(blocks, warps, unit, stages, stage)
+    return None

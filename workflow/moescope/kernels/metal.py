@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from . import source
 from .common import check, dynamic_names, projection_text, static_inputs
+from .device import Device
 from .layout import Geometry
 from .spec import Spec, Tensors
 from .weights import Format, Unsupported
@@ -21,6 +22,7 @@ CODES = {"affine": 0, "mxfp4": 1, "nvfp4": 1, "mxfp8": 2, "dense": 3}
 THREADGROUP_MEMORY = 30 * 1024
 MATH = """
 #define TG threadgroup
+#define PRIVATE thread
 #define LANE int(thread_index_in_simdgroup)
 """
 
@@ -33,7 +35,9 @@ def projection_code(name: str, form: Format) -> str:
     return f"#define {name.upper()} {', '.join(map(str, values))}"
 
 
-def halves(spec: Spec, groups: int, language: str = MATH) -> tuple[tuple[str, str], tuple[str, str]]:
+def halves(
+    spec: Spec, groups: int, language: str = MATH
+) -> tuple[tuple[str, str], tuple[str, str]]:
     """(header, body) of both kernels. groups: simdgroups a threadgroup."""
     shared = spec.shared
     values = source.block_values(spec) | source.router_values(spec.router, spec.dtype)
@@ -79,15 +83,15 @@ def _kernel(kind: str, inputs: tuple[str, ...], output: str, header: str, body: 
     )
 
 
-def build(spec: Spec, tensors: Tensors, chosen: Geometry, cores: int) -> Callable[..., Any]:
+def build(spec: Spec, tensors: Tensors, chosen: Geometry, device: Device) -> Callable[..., Any]:
     """A callable ``run(shape, x, *dynamic) -> y`` for one block. Raises Unsupported.
 
-    Of the geometry only ``tiles`` applies: simdgroups a threadgroup. cores is not used.
+    Of the geometry only ``warps`` applies: simdgroups a threadgroup. device is not used.
     """
     check(spec)
     if 4 * spec.hidden + 12 * spec.router.logits + 256 > THREADGROUP_MEMORY:
         raise Unsupported(f"hidden size {spec.hidden} does not fit threadgroup memory")
-    groups = chosen.tiles or 8
+    groups = chosen.warps or 8
     first, second = static_inputs(spec, tensors, prefetch=False)
     names = dynamic_names(spec)
     (first_header, first_body), (second_header, second_body) = halves(spec, groups)

@@ -124,7 +124,7 @@ def _build(site: Site, language: str, here: device.Device | None, shape: Any) ->
         reason = gate.declined(site.spec, here, mx.__version__)
         if reason:
             raise Unsupported(reason)
-    return BUILDERS[language](site.spec, site.tensors, shape, here.cores if here else 0)
+    return BUILDERS[language](site.spec, site.tensors, shape, here)
 
 
 def _install(site: Site, run: Callable[..., Any]) -> None:

@@ -1,6 +1,7 @@
 """Kernel text: constants of a spec before the shared sources, includes expanded, comments gone.
 
-A kernel's text is built and hashed by MLX at every call, so it carries nothing that it can do without.
+A kernel's text is built and hashed by MLX at every call, so it carries nothing that it can do
+without.
 """
 
 import hashlib
@@ -86,6 +87,7 @@ def router_values(router: Router, dtype: str) -> dict[str, object]:
         "ROUTER_SCORE": SCORES[router.score],
         "ROUTER_BIAS": int(router.bias),
         "ROUTER_WEIGHED": "choice" if router.bias and router.weigh_choice else "score",
+        "ROUTER_KEY_16": int(router.rounded and not router.bias),
         "ROUTER_HIGH": "true" if router.high else "false",
         "ROUTER_WEIGHT": WEIGHTS[router.weight],
         "ROUTER_EPSILON": number(router.epsilon),
@@ -119,7 +121,7 @@ def middle(spec: Spec) -> dict[str, int]:
     """Byte offsets in what the first half hands to the second, and its size.
 
     Activations (a chunk of 32: upper halves, then rests, 64 bytes each), octet sums (16 bytes a
-    chunk), the experts chosen, their weights, and 64 bytes of zeros.
+    chunk), the experts chosen, their weights.
     """
     chunks = spec.router.top_k * (spec.width // CHUNK)
     chunks += spec.shared.width // CHUNK if spec.shared else 0
@@ -129,6 +131,5 @@ def middle(spec: Spec) -> dict[str, int]:
         "MID_SUMS": sums,
         "MID_CHOSEN": chosen,
         "MID_WEIGHT": chosen + 128,
-        "MID_ZEROS": chosen + 256,
-        "MID_BYTES": chosen + 320,
+        "MID_BYTES": chosen + 256,
     }

@@ -17,8 +17,8 @@ class Router:
     select: "top_k"; "table" (deepseek_v4's first layers: a row of experts for each token id);
     "given" (the model's own router ran); "sparsemixer" (phimoe).
     score: "logit", "softmax", "sigmoid", "sqrt_softplus": what is ranked (``bias`` added to it
-    first) and gathered (``weigh_choice``: with the bias). high: among equals the higher index wins (``argpartition(g, -k)[-k:]``),
-    else the lower (``argpartition(-g, k - 1)[:k]``).
+    first) and gathered (``weigh_choice``: with the bias). high: among equals the higher index wins
+    (``argpartition(g, -k)[-k:]``), else the lower (``argpartition(-g, k - 1)[:k]``).
     weight: "score", "sum" (divided by their sum plus epsilon), "softmax", "softmax_loose" (in the
     activations' own type), "logsigmoid" (inkling: a softmax over log-sigmoids, ``shared`` logits
     beside the chosen ones); then times ``factor``, then times the expert's own factor
@@ -56,7 +56,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Spec:
-    """One fused block. dtype: "bfloat16" or "float16"; hidden: the experts' input; out: their output.
+    """One fused block. dtype: "bfloat16" or "float16"; hidden, out: the experts' input and output.
 
     activation: "swiglu", "swiglu_clamped" (limit), "geglu" (tanh form), "swiglu_oai" (limit,
     alpha), "relu2" (no gate). scaled: each projection has a factor per expert (nvfp4's global

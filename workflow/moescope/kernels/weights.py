@@ -1,7 +1,7 @@
 """Weight formats: what a projection's arrays hold, and how to take them apart.
 
-The layouts are MLX's (``mx.quantize``): along each row, ``bits``-wide integers packed low bits first
-into a stream of bytes, one scale (affine: and one bias) for every ``group`` of weights.
+The layouts are MLX's (``mx.quantize``): along each row, ``bits``-wide integers packed low bits
+first into a stream of bytes, one scale (affine: and one bias) for every ``group`` of weights.
 """
 
 from dataclasses import dataclass

@@ -7,6 +7,7 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 #define FN inline
 #define TG
+#define PRIVATE
 #define __shared__ static
 #define __syncthreads() lanes::meet(lanes::block.all, lanes::block.threads)
 struct Place { int x; };
@@ -16,16 +17,18 @@ struct Place { int x; };
 struct uint4 { u32 x, y, z, w; };
 struct uint2 { u32 x, y; };
 struct float4 { float x, y, z, w; };
+struct float2 { float x, y; };
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct __nv_bfloat16 { u16 bits; };
 struct __half { u16 bits; };
+#define fabs fabsf
 template <class T> inline T min(T a, T b) { return b < a ? b : a; }
 template <class T> inline T max(T a, T b) { return a < b ? b : a; }
 
 inline int lane_id() { return lanes::lane(); }
 inline float as_float(u32 v) { return lanes::bits_float(v); }
 inline u32 as_bits(float v) { return lanes::float_bits(v); }
-inline float fast_exp(float v) { return std::exp(v); }
+inline float fast_exp(float v) { return expf(v); }
 inline float shuffle(float v, int lane) { return lanes::shuffle(v, lane); }
 inline u32 shuffle(u32 v, int lane) { return lanes::shuffle(v, lane); }
 inline float shuffle_xor(float v, int mask) { return lanes::shuffle(v, lanes::lane() ^ mask); }
@@ -53,21 +56,31 @@ inline float to_float(__half v) { return half_to_float(v.bits); }
 inline float to_float(float v) { return v; }
 template <class T> inline T read(const void* p) {
   if ((uintptr_t)p % (sizeof(T) < 16 ? sizeof(T) : 16)) {
-    std::fprintf(stderr, "a load of %zu bytes at a misaligned address\n", sizeof(T));
-    std::abort();
+    fprintf(stderr, "a load of %zu bytes at a misaligned address\n", sizeof(T));
+    abort();
   }
   T v;
-  std::memcpy(&v, p, sizeof v);
+  memcpy(&v, p, sizeof v);
   return v;
 }
-inline uint4 stream16(const void* p) { return read<uint4>(p); }
 inline uint4 load16(const void* p) { return read<uint4>(p); }
 inline uint2 load8(const void* p) { return read<uint2>(p); }
 inline u32 load4(const void* p) { return read<u32>(p); }
 inline u32 load2(const void* p) { return read<u16>(p); }
 inline u32 load1(const void* p) { return read<u8>(p); }
+template <class T> inline void copy(void* to, const void* from, bool here) {
+  if ((uintptr_t)to % sizeof(T)) abort();
+  const T v = here ? read<T>(from) : T{};
+  memcpy(to, &v, sizeof v);
+}
+inline void copy16(void* to, const void* from, bool here) { copy<uint4>(to, from, here); }
+inline void copy8(void* to, const void* from, bool here) { copy<uint2>(to, from, here); }
+inline void copy4(void* to, const void* from, bool here) { copy<u32>(to, from, here); }
+inline void commit_copies() {}
+template <int N> inline void wait_copies() {}
+#define DYNAMIC_SHARED(name) alignas(128) static u8 name[232448]
 inline void prefetch_l2(const void* p, u32 bytes) {
-  if ((uintptr_t)p % 16 || bytes % 16) std::abort();
+  if ((uintptr_t)p % 16 || bytes % 16) abort();
 }
 inline void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   const u32 given[6] = {a0, a1, a2, a3, b0, b1};

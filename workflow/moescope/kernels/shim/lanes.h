@@ -2,20 +2,17 @@
 // with its barriers and its exchanges between lanes. Slow, exact about who waits for whom; it
 // says nothing about memory order between threads or about speed.
 #pragma once
+// Plain C headers: the standard library's would take longer to compile than all the rest.
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <ucontext.h>
-
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <vector>
 
 namespace lanes {
 
-constexpr int WARP = 32;
+constexpr int WARP = 32, MOST = 1024;
 
 struct Meeting {  // `count` threads wait here for each other, again and again
   int arrived = 0;
@@ -29,27 +26,27 @@ struct Exchange {  // what the lanes of a warp show each other; two sheets, used
 
 struct Fiber {
   ucontext_t context;
-  std::unique_ptr<char[]> stack;
-  int thread = 0;
-  unsigned turn = 0;
-  bool done = false;
+  char* stack;
+  int thread;
+  unsigned turn;
+  bool done;
 };
 
 struct Block {
-  int threads = 0, index = 0, blocks = 1;
-  std::vector<Fiber> fibers;
-  std::vector<Exchange> warps;
+  int threads, index, blocks;
+  Fiber fibers[MOST];
+  Exchange warps[MOST / WARP];
   Meeting all, named[16];
   ucontext_t home;
-  Fiber* now = nullptr;
-  const std::function<void()>* body = nullptr;
-  long switches = 0;
+  Fiber* now;
+  void (*body)();
+  long switches;
 };
 
 inline Block block;
 
 inline void yield() {
-  if (++block.switches > 2000000000L) std::abort();
+  if (++block.switches > 2000000000L) abort();
   swapcontext(&block.now->context, &block.home);
 }
 
@@ -70,43 +67,43 @@ inline int lane() { return thread() % WARP; }
 inline const uint32_t (*show(const uint32_t* given, int words))[16] {
   Exchange& e = block.warps[thread() / WARP];
   const unsigned turn = block.now->turn++ & 1;
-  std::memcpy(e.sheet[turn][lane()], given, 4 * words);
+  memcpy(e.sheet[turn][lane()], given, 4 * words);
   meet(e.meeting, WARP);
   return e.sheet[turn];
 }
 
 inline void enter() {
-  (*block.body)();
+  block.body();
   block.now->done = true;
   swapcontext(&block.now->context, &block.home);
 }
 
-inline void run_block(int index, int blocks, int threads, const std::function<void()>& body) {
-  if (threads % WARP) std::abort();
+inline void run_block(int index, int blocks, int threads, void (*body)()) {
+  if (threads % WARP || threads > MOST) abort();
   block.threads = threads;
   block.index = index;
   block.blocks = blocks;
-  block.body = &body;
-  block.warps.assign(threads / WARP, Exchange{});
+  block.body = body;
+  for (auto& warp : block.warps) warp.meeting = Meeting{};
   block.all = Meeting{};
   for (auto& m : block.named) m = Meeting{};
-  if ((int)block.fibers.size() != threads) block.fibers = std::vector<Fiber>(threads);
   constexpr size_t STACK = 1 << 16;
   for (int t = 0; t < threads; ++t) {
     Fiber& f = block.fibers[t];
-    if (!f.stack) f.stack.reset(new char[STACK]);
+    if (!f.stack) f.stack = (char*)malloc(STACK);
     f.thread = t;
     f.turn = 0;
     f.done = false;
     getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.get();
+    f.context.uc_stack.ss_sp = f.stack;
     f.context.uc_stack.ss_size = STACK;
     f.context.uc_link = nullptr;
     makecontext(&f.context, enter, 0);
   }
   for (bool left = true; left;) {
     left = false;
-    for (auto& f : block.fibers) {
+    for (int t = 0; t < threads; ++t) {
+      Fiber& f = block.fibers[t];
       if (f.done) continue;
       block.now = &f;
       swapcontext(&block.home, &f.context);
@@ -117,12 +114,12 @@ inline void run_block(int index, int blocks, int threads, const std::function<vo
 
 inline float bits_float(uint32_t v) {
   float f;
-  std::memcpy(&f, &v, 4);
+  memcpy(&f, &v, 4);
   return f;
 }
 inline uint32_t float_bits(float v) {
   uint32_t u;
-  std::memcpy(&u, &v, 4);
+  memcpy(&u, &v, 4);
   return u;
 }
 inline uint32_t to_bf16(float v) {
@@ -133,23 +130,23 @@ inline uint32_t to_bf16(float v) {
 inline float from_half(uint32_t h) {
   _Float16 v;
   const uint16_t b = (uint16_t)h;
-  std::memcpy(&v, &b, 2);
+  memcpy(&v, &b, 2);
   return (float)v;
 }
 inline uint32_t to_half(float f) {
   const _Float16 v = (_Float16)f;
   uint16_t b;
-  std::memcpy(&b, &v, 2);
+  memcpy(&b, &v, 2);
   return b;
 }
 
 template <class T>
 inline T shuffle(T v, int from) {
   uint32_t w[1];
-  std::memcpy(w, &v, 4);
+  memcpy(w, &v, 4);
   const auto all = show(w, 1);
   T r;
-  std::memcpy(&r, &all[from & (WARP - 1)][0], 4);
+  memcpy(&r, &all[from & (WARP - 1)][0], 4);
   return r;
 }
 template <class T, class F>

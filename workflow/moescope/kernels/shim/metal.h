@@ -2,6 +2,7 @@
 #pragma once
 #include "lanes.h"
 #define TG
+#define PRIVATE
 #define LANE lanes::lane()
 typedef unsigned char uchar;
 typedef _Float16 half;
@@ -26,22 +27,22 @@ template <class T> inline T simd_min(T v) { return lanes::fold(v, [](T a, T b) {
 template <class T, class S> inline T as_type(S v) {
   static_assert(sizeof(T) == sizeof(S), "as_type keeps the size");
   T r;
-  std::memcpy(&r, &v, sizeof r);
+  memcpy(&r, &v, sizeof r);
   return r;
 }
 template <class T> inline T min(T a, T b) { return b < a ? b : a; }
 template <class T> inline T max(T a, T b) { return a < b ? b : a; }
 namespace metal {
 namespace precise {
-inline float exp(float v) { return std::exp(v); }
-inline float log(float v) { return std::log(v); }
-inline float sqrt(float v) { return std::sqrt(v); }
+inline float exp(float v) { return expf(v); }
+inline float log(float v) { return logf(v); }
+inline float sqrt(float v) { return sqrtf(v); }
 }  // namespace precise
 namespace fast {
-inline float exp(float v) { return std::exp(v); }
+inline float exp(float v) { return expf(v); }
 }  // namespace fast
 }  // namespace metal
-using std::fabs;
+#define fabs fabsf
 // Last: what follows is the kernels' text alone.
 #define device
 #define constant

@@ -1,7 +1,10 @@
   // Router and first half: every threadgroup chooses the experts for itself; a simdgroup takes
   // ROWS rows of gate and up. The order of every sum is fixed by the shape, never by the grid.
   threadgroup float vector[HIDDEN];
-  threadgroup float logit[ROUTER_LOGITS], score[ROUTER_E];
+  threadgroup float score[ROUTER_E];
+#if ROUTER_SELECT != 2 && !(ROUTER_SCORE == SCORE_SOFTMAX && SOFTMAX_IN_REGISTERS)
+  threadgroup float logit[ROUTER_LOGITS];
+#endif
 #if ROUTER_BIAS || ROUTER_SELECT == 3
   threadgroup float choice[ROUTER_E];
 #endif
@@ -12,6 +15,7 @@
   device float* const mid = (device float*)middle;
   if (warp == 0) {
 #include "route.body"
+#include "weigh.body"
     if (threadgroup_position_in_grid.x == 0) {
       if (lane < ROUTER_K) {
         mid[MID_CHOSEN + lane] = as_float(chosen[lane]);

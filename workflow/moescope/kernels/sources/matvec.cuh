@@ -1,199 +1,215 @@
 // Sixteen rows of weights times one vector, by one warp, with the tensor cores' m16n8k16.
 //
-// Lane 4g+q reads chunk 4s+q of row g of tile A and of row g of tile B at step s: A and B are gate
-// and up of the same eight rows, or two neighbouring eights. The vector comes in columns: column j
-// holds, for quad lane j alone, the vector's upper half (bfloat16), column 4+j its rest (what is
-// left after the upper half, again bfloat16). So each product of the tile belongs to one chunk, and
-// one scale, and an activation in float32 keeps 16 bits. Sums are float32 from the first product.
+// Eight rows of tile A and eight of tile B (gate and up of the same rows, or two neighbouring
+// eights). Their weights stream through a ring of stages in shared memory, U steps of 128 columns a
+// stage, asynchronously, in pieces that are contiguous in memory; the ring runs on from tile to
+// tile. At a step, lane 4g+q takes chunk q (32 weights) of row g of A and of B.
 //
-// Operand: chunk c at x + c * PARTS * 64 bytes, upper half then rest, each in the formats' pair
-// order; `sums`: four float32 a chunk, the sums of its octets.
-
-template <int BYTES>
-FN void load_words(const u8* p, u32* r) {
-  if (BYTES == 24) {  // 8-byte alignment is all a chunk of six bits has
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      const uint2 v = load8(p + 8 * i);
-      r[2 * i] = v.x;
-      r[2 * i + 1] = v.y;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < BYTES / 16; ++i) {
-      const uint4 v = BYTES == 16 ? stream16(p) : load16(p + 16 * i);
-      r[4 * i] = v.x;
-      r[4 * i + 1] = v.y;
-      r[4 * i + 2] = v.z;
-      r[4 * i + 3] = v.w;
-    }
-  }
-}
+// The vector comes in columns: column j holds, for quad lane j alone, the vector's upper half
+// (bfloat16), column 4+j its rest (what is left after the upper half, again bfloat16). So each
+// product of the tile belongs to one chunk, and one scale, and an activation in float32 keeps 16
+// bits. Sums are float32 from the first product on.
+//
+// Operand: chunk c at x + c * PIECES * 64 bytes, upper half then rest, in the formats' pair order.
 
 constexpr int aligned_to(int bytes) {
   return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : bytes % 2 == 0 ? 2 : 1;
 }
+constexpr int least(int a, int b) { return a < b ? a : b; }
+// A row's stride in a stage, such that a warp's reads meet in no bank.
+constexpr int strided(int bytes, int chunk) {
+  return (bytes + 127) / 128 * 128 + (chunk == 16 ? bytes % 128 == 64 ? -64 : 64 : 16);
+}
 
-// The scales (or biases) of one row for U steps, packed in words as they lie in memory.
+// Eight rows of one projection, U steps of each: how they lie in a stage.
 template <class P, int D, int U>
-struct RowScales {
-  static constexpr int EACH = P::SCALE == 0 ? 0 : P::SCALE <= 2 ? 2 : 1;
+struct Panel {
+  static constexpr int CHUNK = P::W::WORDS * 4;
+  static constexpr int WIDE = U * 4 * CHUNK;
+  static constexpr int ROW = D / 32 * CHUNK;
+  static constexpr int PIECE = ROW % 16 == 0 && WIDE % 16 == 0 ? 16 : 8;
+  static constexpr int STRIDE = strided(WIDE, CHUNK);
+  static constexpr int EACH = P::SCALE == 0 ? 1 : P::SCALE <= 2 ? 2 : 1;
   static constexpr int COUNT = P::SCALE == 0 ? 0 : (U * 128 + P::GROUP - 1) / P::GROUP;
-  static constexpr int BYTES = COUNT * EACH;
-  static constexpr int WORDS = BYTES == 0 ? 1 : (BYTES + 3) / 4;
-  static constexpr int ROW = P::SCALE == 0 ? 16 : D / P::GROUP * EACH;
-  static constexpr int ALIGN = aligned_to(ROW) < aligned_to(BYTES) ? aligned_to(ROW) : aligned_to(BYTES);
-  u32 v[WORDS];
+  static constexpr int SCALES = COUNT * EACH;
+  static constexpr int SCALE_ROW = P::SCALE == 0 ? 16 : D / P::GROUP * EACH;
+  static constexpr int SCALE_PIECE = SCALES == 0 ? 16 : least(aligned_to(SCALE_ROW), aligned_to(SCALES));
+  static constexpr int SCALE_STRIDE = (SCALES + 15) / 16 * 16;
+  static constexpr int AT_SCALES = 8 * STRIDE;
+  static constexpr int AT_BIASES = AT_SCALES + 8 * SCALE_STRIDE;
+  static constexpr int SIZE = AT_BIASES + (P::BIAS ? 8 * SCALE_STRIDE : 0);
 
-  FN void load(const u8* row, int step, bool whole) {
-    if (P::SCALE == 0) return;
-    const int first = step * 128 / P::GROUP;
-    if (whole && ALIGN >= 4) {
-      const u8* p = row + first * EACH;
+  // The weights of eight rows, columns from `step` on; those past `end` become zeros.
+  static FN void fetch(u8* to, const u8* w, int step, int end, int lane) {
+    constexpr int PER = WIDE / PIECE;
+    constexpr int ALL = 8 * PER;
+    const int first = step * 4 * CHUNK, limit = min(end * 4 * CHUNK, int(ROW));
 #pragma unroll
-      for (int i = 0; i < WORDS;) {
-        if (ALIGN == 16) {
-          const uint4 t = load16(p + 4 * i);
-          v[i] = t.x, v[i + 1] = t.y, v[i + 2] = t.z, v[i + 3] = t.w;
-          i += 4;
-        } else if (ALIGN == 8) {
-          const uint2 t = load8(p + 4 * i);
-          v[i] = t.x, v[i + 1] = t.y;
-          i += 2;
-        } else {
-          v[i] = load4(p + 4 * i);
-          i += 1;
-        }
+    for (int i = 0; i < (ALL + 31) / 32; ++i) {
+      const int at = i * 32 + lane;
+      if (ALL % 32 == 0 || at < ALL) {
+        const int row = at / PER, byte = at % PER * PIECE;
+        const u8* p = w + row * ROW + first + byte;
+        u8* q = to + row * STRIDE + byte;
+        if (PIECE == 16) copy16(q, p, first + byte < limit);
+        else copy8(q, p, first + byte < limit);
+      }
+    }
+  }
+
+  // One piece of one row's scales (or biases): to and from are that row's.
+  static FN void fetch_piece(u8* to, const u8* from, int step, int byte) {
+    const int place = step * 128 / P::GROUP * EACH + byte;
+    const bool here = place < SCALE_ROW;
+    if (SCALE_PIECE == 16) copy16(to + byte, from + place, here);
+    else if (SCALE_PIECE == 8) copy8(to + byte, from + place, here);
+    else if (SCALE_PIECE == 4) copy4(to + byte, from + place, here);
+    else if (SCALE_PIECE == 2) *(u16*)(to + byte) = u16(here ? load2(from + place) : 0u);
+    else to[byte] = u8(here ? load1(from + place) : 0u);
+  }
+  static FN void fetch_scales(u8* to, const u8* from, int step, int lane) {
+    constexpr int PER = SCALES == 0 ? 1 : SCALES / SCALE_PIECE;
+#pragma unroll
+    for (int i = 0; i < (SCALES == 0 ? 0 : (8 * PER + 31) / 32); ++i) {
+      const int at = i * 32 + lane;
+      if (at < 8 * PER)
+        fetch_piece(to + at / PER * SCALE_STRIDE, from + at / PER * SCALE_ROW, step, at % PER * SCALE_PIECE);
+    }
+  }
+
+  static FN void words(const u8* stage, int row, int chunk, u32 (&r)[P::W::WORDS]) {
+    const u8* p = stage + row * STRIDE + chunk * CHUNK;
+    if (CHUNK % 16 == 0) {
+#pragma unroll
+      for (int i = 0; i < CHUNK / 16; ++i) {
+        const uint4 v = ((const uint4*)p)[i];
+        r[4 * i] = v.x, r[4 * i + 1] = v.y, r[4 * i + 2] = v.z, r[4 * i + 3] = v.w;
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < WORDS; ++i) v[i] = 0u;
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) {
-        u32 t = 0u;
-        if (first + i < D / P::GROUP) t = EACH == 2 ? load2(row + (first + i) * 2) : load1(row + first + i);
-        v[i * EACH / 4] |= t << (i * EACH % 4 * 8);
+      for (int i = 0; i < CHUNK / 8; ++i) {
+        const uint2 v = ((const uint2*)p)[i];
+        r[2 * i] = v.x, r[2 * i + 1] = v.y;
       }
     }
   }
 
   static FN float value(u32 bits) {
-    if (P::SCALE == 1) return scale_bf16(bits & 0xffffu);
+    if (P::SCALE == 1) return scale_bf16(bits);
     if (P::SCALE == 2) return half_to_float(bits & 0xffffu);
     if (P::SCALE == 3) return scale_e8m0(bits & 0xffu);
     return scale_e4m3(bits & 0xffu);
   }
 
-  // For step u of the batch and the pair of chunks (0,1) or (2,3): out[2j + h] is the scale of
-  // half h (16 weights) of the pair's chunk j.
-  FN void pick(int u, int pair, float (&out)[4]) const {
+  // Scales (at AT_SCALES) or biases of step u and the pair of chunks (0,1) or (2,3) of one row:
+  // out[2j + h] is that of half h (16 weights) of the pair's chunk j.
+  static FN void scales(const u8* from, int row, int u, int pair, float (&out)[4]) {
+    const u8* p = from + row * SCALE_STRIDE;
     if (P::SCALE == 0) {
       out[0] = out[1] = out[2] = out[3] = 1.f;
     } else if (P::GROUP == 16) {
-      const u32 w = pair ? v[2 * u + 1] : v[2 * u];
+      const u32 w = *(const u32*)(p + u * 8 + pair * 4);
 #pragma unroll
       for (int i = 0; i < 4; ++i) out[i] = value(w >> (8 * i));
-    } else if (P::GROUP == 32 && EACH == 2) {
-      const u32 w = pair ? v[2 * u + 1] : v[2 * u];
-      out[0] = out[1] = value(w);
-      out[2] = out[3] = value(w >> 16);
     } else if (P::GROUP == 32) {
-      const u32 w = v[u] >> (16 * pair);
+      const u32 w = EACH == 2 ? *(const u32*)(p + u * 8 + pair * 4) : *(const u16*)(p + u * 4 + pair * 2);
       out[0] = out[1] = value(w);
-      out[2] = out[3] = value(w >> 8);
+      out[2] = out[3] = value(w >> (8 * EACH));
     } else {
-      const int at = P::GROUP == 64 ? u * 2 : u;
-      const u32 w = v[at * EACH / 4] >> (at * EACH % 4 * 8);
-      out[0] = out[1] = out[2] = out[3] = value(P::GROUP == 64 ? w >> (8 * EACH * pair) : w);
+      const int at = P::GROUP == 64 ? u * 2 + pair : u * 128 / P::GROUP;
+      const u32 w = EACH == 2 ? *(const u16*)(p + at * 2) : p[at];
+      out[0] = out[1] = out[2] = out[3] = value(w);
     }
   }
 };
 
-template <class P>
-struct Row {  // one lane's row of one projection
+struct Rows {  // where the eight rows of a panel begin: weights, scales, biases
   const u8 *w, *s, *b;
 };
+#define ROWS_OF(PANEL, name, row)                                                     \
+  Rows {                                                                              \
+    (const u8*)name##_w + (row) * PANEL::ROW, (const u8*)name##_s + (row) * PANEL::SCALE_ROW, \
+        (const u8*)name##_b + (row) * PANEL::SCALE_ROW                                \
+  }
 
-template <class P, int D>
-FN Row<P> row_at(const void* w, const void* s, const void* b, u64 row) {
-  constexpr u64 EACH = P::SCALE <= 2 ? 2 : 1;
-  constexpr u64 SCALES = P::SCALE == 0 ? 0 : D / P::GROUP * EACH;
-  Row<P> r;
-  r.w = (const u8*)w + row * (u64(D) / 32 * P::W::WORDS * 4);
-  r.s = (const u8*)s + row * SCALES;
-  r.b = (const u8*)b + row * SCALES;
-  return r;
+// One stage: A's and B's panels, and room for a piece of the operand.
+template <class A, class B, int D, int U, int EXTRA>
+struct Stage {
+  typedef Panel<A, D, U> PA;
+  typedef Panel<B, D, U> PB;
+  static constexpr int AT_B = PA::SIZE;
+  static constexpr int AT_EXTRA = AT_B + PB::SIZE;
+  static constexpr int SIZE = (AT_EXTRA + EXTRA + 127) / 128 * 128;
+  // Where both have scales and biases of one layout, a lane's piece may be of any of the four.
+  static constexpr bool ALIKE = A::BIAS && B::BIAS && PA::SCALE_ROW == PB::SCALE_ROW &&
+                                PA::SCALES == PB::SCALES && PA::SIZE == PB::SIZE;
+
+  static FN void fetch(u8* to, const Rows a, const Rows b, int step, int end, int lane) {
+    PA::fetch(to, a.w, step, end, lane);
+    PB::fetch(to + AT_B, b.w, step, end, lane);
+    if (ALIKE) {
+      constexpr int PER = PA::SCALES == 0 ? 1 : PA::SCALES / PA::SCALE_PIECE;
+#pragma unroll
+      for (int i = 0; i < PER; ++i) {
+        const int at = i * 32 + lane, row = at / PER & 7, kind = at / (8 * PER);
+        const u8* from = kind & 2 ? kind & 1 ? b.b : b.s : kind & 1 ? a.b : a.s;
+        u8* place = to + (kind & 2 ? AT_B : 0) + (kind & 1 ? PA::AT_BIASES : PA::AT_SCALES);
+        PA::fetch_piece(place + row * PA::SCALE_STRIDE, from + row * PA::SCALE_ROW, step,
+                        at % PER * PA::SCALE_PIECE);
+      }
+    } else {
+      PA::fetch_scales(to + PA::AT_SCALES, a.s, step, lane);
+      PB::fetch_scales(to + AT_B + PB::AT_SCALES, b.s, step, lane);
+      if (A::BIAS) PA::fetch_scales(to + PA::AT_BIASES, a.b, step, lane);
+      if (B::BIAS) PB::fetch_scales(to + AT_B + PB::AT_BIASES, b.b, step, lane);
+    }
+  }
+};
+
+// Scales on what one lane has of one row: c and d are the chunks' first and second halves.
+template <class P, class Q>
+FN void part(const u8* panel, int g, int u, int pair, float c0, float c1, float d0, float d1, float x0,
+             float x1, float& to) {
+  float s[4], t[4];
+  Q::scales(panel + Q::AT_SCALES, g, u, pair, s);
+  if (P::GROUP == 16) to += (s[0] * c0 + s[1] * d0) + (s[2] * c1 + s[3] * d1);
+  else if (P::GROUP == 32) to += s[0] * (c0 + d0) + s[2] * (c1 + d1);
+  else to += s[0] * ((c0 + d0) + (c1 + d1));
+  if (P::BIAS) {  // the integers' offset goes with the bias
+    Q::scales(panel + Q::AT_BIASES, g, u, pair, t);
+    if (P::GROUP == 32) to += (t[0] - P::W::OFFSET * s[0]) * x0 + (t[2] - P::W::OFFSET * s[2]) * x1;
+    else to += (t[0] - P::W::OFFSET * s[0]) * (x0 + x1);
+  }
 }
 
-// Steps begin to end of D, U at a time; a and b get this lane's share of rows A and B.
-template <class A, class B, int D, int U, int PIECES>
-FN void rows16(const Row<A> ra, const Row<B> rb, const u8* x, const float* sums, const u8* zeros,
-               int begin, int end, float& a, float& b) {
-  constexpr int CHUNKS = D / 32;
-  constexpr bool EVEN = CHUNKS % 4 == 0;
-  constexpr bool SUMS = A::BIAS || B::BIAS || A::W::OFFSET != 0.f || B::W::OFFSET != 0.f;
-  const int lane = lane_id(), q = lane & 3, n = lane >> 2;
-  const bool live = (n & 3) == q && n < 4 * PIECES, first = q < 2;
-  const int pair = q & 1;
-  // Lanes with nothing to give read zeros: no branch, no select.
-  const u8* xp = live ? x + q * (64 * PIECES) + (n >> 2) * 64 : zeros;
+// U steps of a stage: `count` of them are real. x: the operand's chunk 0 of the stage; sum: of
+// this lane's two chunks of step u, by sum_of(u, x0, x1).
+template <class A, class B, int D, int U, int PIECES, class SumOf>
+FN void rows16(const u8* stage, const u8* x, const u8* zeros, int count, SumOf sum_of, float& a, float& b) {
+  typedef Stage<A, B, D, U, 0> S;
+  typedef typename S::PA PA;
+  typedef typename S::PB PB;
+  constexpr bool SUMS = A::BIAS || B::BIAS;
+  const int lane = lane_id(), q = lane & 3, g = lane >> 2, pair = q & 1;
+  // Lanes with nothing to give to the operand read zeros: no branch, no select.
+  const bool live = (g & 3) == q && g < 4 * PIECES;
+  const u8* xp = live ? x + q * (64 * PIECES) + (g >> 2) * 64 : zeros;
   const int xstep = live ? 256 * PIECES : 0;
-  const u8* sp = first ? (const u8*)(sums + 8 * pair) : zeros;
-  const int sstep = first ? 64 : 0;
-
-  for (int s0 = begin; s0 < end; s0 += U) {
-    u32 wa[U][A::W::WORDS], wb[U][B::W::WORDS];
-    RowScales<A, D, U> sa, ba;
-    RowScales<B, D, U> sb, bb;
-    const bool whole = s0 + U <= end && (EVEN || (s0 + U) * 4 <= CHUNKS);
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int chunk = (s0 + u) * 4 + q;
-      if (whole || (s0 + u < end && chunk < CHUNKS)) {
-        load_words<A::W::WORDS * 4>(ra.w + chunk * (A::W::WORDS * 4), wa[u]);
-        load_words<B::W::WORDS * 4>(rb.w + chunk * (B::W::WORDS * 4), wb[u]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < A::W::WORDS; ++i) wa[u][i] = 0u;
-#pragma unroll
-        for (int i = 0; i < B::W::WORDS; ++i) wb[u][i] = 0u;
-      }
-    }
-    sa.load(ra.s, s0, whole);
-    sb.load(rb.s, s0, whole);
-    if (A::BIAS) ba.load(ra.b, s0, whole);
-    if (B::BIAS) bb.load(rb.b, s0, whole);
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (!whole && s0 + u >= end) break;
-      const int step = s0 + u;
-      const bool here = EVEN || whole || step * 4 + q < CHUNKS;
-      const bool has0 = EVEN || whole || step * 4 + 2 * pair < CHUNKS;
-      const bool has1 = EVEN || whole || step * 4 + 2 * pair + 1 < CHUNKS;
-      float x0 = 0.f, x1 = 0.f;
-      if (SUMS) {
-        const float4* p = (const float4*)(sp + step * sstep);
-        if (has0) {
-          const float4 t = p[0];
-          x0 = (t.x + t.y) + (t.z + t.w);
-        }
-        if (has1) {
-          const float4 t = p[first ? 1 : 0];
-          x1 = (t.x + t.y) + (t.z + t.w);
-        }
-      }
-      // The integers' offset is taken off before anything is added: what is left is exact.
-      float c[4] = {-A::W::OFFSET * x0, -A::W::OFFSET * x1, -B::W::OFFSET * x0, -B::W::OFFSET * x1};
-      float d[4] = {0.f, 0.f, 0.f, 0.f};
-      const uint4* xv = (const uint4*)(xp + step * xstep);
+  for (int u = 0; u < U; ++u) {
+    if (u < count) {
+      u32 wa[A::W::WORDS], wb[B::W::WORDS];
+      PA::words(stage, g, u * 4 + q, wa);
+      PB::words(stage + S::AT_B, g, u * 4 + q, wb);
+      const uint4* xv = (const uint4*)(xp + u * xstep);
+      float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        uint4 v = make_uint4(0u, 0u, 0u, 0u);
-        if (here) v = xv[i];
+        const uint4 v = xv[i];
         u32 pa[4], pb[4];
-        A::W::octet(wa[u], i, pa);
-        B::W::octet(wb[u], i, pb);
-        if (i < 2) {
+        A::W::octet(wa, i, pa);
+        B::W::octet(wb, i, pb);
+        if (i < 2) {  // two chains: half the latency, and nvfp4's halves apart
           mma(c, pa[0], pb[0], pa[1], pb[1], v.x, v.y);
           mma(c, pa[2], pb[2], pa[3], pb[3], v.z, v.w);
         } else {
@@ -201,19 +217,10 @@ FN void rows16(const Row<A> ra, const Row<B> rb, const u8* x, const float* sums,
           mma(d, pa[2], pb[2], pa[3], pb[3], v.z, v.w);
         }
       }
-      float t[4];
-      sa.pick(u, pair, t);
-      a += t[0] * c[0] + t[1] * d[0] + t[2] * c[1] + t[3] * d[1];
-      sb.pick(u, pair, t);
-      b += t[0] * c[2] + t[1] * d[2] + t[2] * c[3] + t[3] * d[3];
-      if (A::BIAS) {
-        ba.pick(u, pair, t);
-        a += t[0] * x0 + t[2] * x1;
-      }
-      if (B::BIAS) {
-        bb.pick(u, pair, t);
-        b += t[0] * x0 + t[2] * x1;
-      }
+      float x0 = 0.f, x1 = 0.f;
+      if (SUMS) sum_of(u, x0, x1);
+      part<A, PA>(stage, g, u, pair, c[0], c[1], d[0], d[1], x0, x1, a);
+      part<B, PB>(stage + S::AT_B, g, u, pair, c[2], c[3], d[2], d[3], x0, x1, b);
     }
   }
 }

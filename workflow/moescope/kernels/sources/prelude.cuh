@@ -7,6 +7,7 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 #define FN __device__ __forceinline__
 #define TG
+#define PRIVATE
 #define BARRIER() __syncthreads()
 
 FN int lane_id() { return threadIdx.x & 31; }
@@ -28,9 +29,9 @@ FN u32 mask_or(u32 v, u32 mask, u32 bits) {  // (v & mask) | bits in one instruc
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(v), "r"(mask), "r"(bits));
   return r;
 }
-FN u32 multiply_bf16x2(u32 a, u32 b) {
+FN u32 multiply_bf16x2(u32 a, u32 b) {  // a b - 0
   u32 r;
-  asm("mul.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
   return r;
 }
 FN u32 round_bf16(float v) { return __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
@@ -40,29 +41,39 @@ FN float to_float(__half v) { return __half2float(v); }
 FN float to_float(float v) { return v; }
 FN u32 round_half(float v) { return __half_as_ushort(__float2half_rn(v)); }
 
-// Weights are read once: no room for them in L1. Everything small goes the ordinary read-only way.
-FN uint4 stream16(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
+// Copies to shared memory that run on by themselves; what is not `here` becomes zeros.
+FN u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+FN void copy16(void* to, const void* from, bool here) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(here ? 16 : 0) : "memory");
 }
-FN uint2 stream8(const void* p) {
-  uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
+FN void copy8(void* to, const void* from, bool here) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(here ? 8 : 0) : "memory");
 }
+FN void copy4(void* to, const void* from, bool here) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(here ? 4 : 0) : "memory");
+}
+FN void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+FN void wait_copies() {  // all but the latest N groups of this thread are there
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 FN uint4 load16(const void* p) { return __ldg((const uint4*)p); }
 FN uint2 load8(const void* p) { return __ldg((const uint2*)p); }
 FN u32 load4(const void* p) { return __ldg((const u32*)p); }
 FN u32 load2(const void* p) { return __ldg((const u16*)p); }
 FN u32 load1(const void* p) { return __ldg((const u8*)p); }
 FN void prefetch_l2(const void* p, u32 bytes) {  // both multiples of 16
+#if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+#endif
 }
 // D += A B for a 16 x 16 tile of bfloat16 by a 16 x 8 one, products and sums in float32.
 FN void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

@@ -22,54 +22,48 @@ FN u32 ordered(float v) {  // order of floats as order of unsigned integers
   return b & 0x80000000u ? ~b : b | 0x80000000u;
 }
 
-// The K largest of N, ties as an ascending sort by (value, index) resolves them: the last K of
-// that order (HIGH: the higher index wins), or the first K of the negated values (the lower wins).
-// Slots come in that order too.
-template <int N, int K, bool HIGH>
-FN void top_k(TG const float* v, int lane, TG u32* chosen) {
-  constexpr int PER = (N + 31) / 32;
-  u32 key[PER];
-  for (int i = 0; i < PER; ++i) key[i] = i * 32 + lane < N ? ordered(v[i * 32 + lane]) : 0u;
-  for (int r = 0; r < K; ++r) {
-    u32 best = 0u;
-    for (int i = 0; i < PER; ++i) best = max(best, key[i]);
-    best = warp_max(best);
-    u32 mine = HIGH ? 0u : 0xffffffffu;
-    for (int i = 0; i < PER; ++i) {
-      const u32 at = u32(i * 32 + lane);
-      if (key[i] == best) mine = HIGH ? max(mine, at + 1u) : min(mine, at);
-    }
-    const u32 at = HIGH ? warp_max(mine) - 1u : warp_min(mine);
-    for (int i = 0; i < PER; ++i)
-      if (u32(i * 32 + lane) == at) key[i] = 0u;
-    if (lane == 0) chosen[HIGH ? K - 1 - r : r] = at;
-  }
-}
-
-// The same where the values are 16-bit floats: value and index fit one key, half the reductions.
-template <int N, int K, bool HIGH>
-FN void top_k_16(TG const float* v, int lane, TG u32* chosen) {
-  constexpr int PER = (N + 31) / 32;
-  u32 key[PER];
-  for (int i = 0; i < PER; ++i) {
-    const u32 at = u32(i * 32 + lane);
+// The K largest keys of the warp: key[i] is number AT(i), zero where there is none. Equals are
+// resolved as an ascending sort by (value, index) does: the last K of that order (HIGH: the higher
+// index wins), or the first K of the negated values (the lower wins). Slots come in that order too.
+#define STRIDED(i) u32((i) * 32 + lane)
+#if ROUTER_KEY_16  // 16-bit values: value and index in one key, half the reductions
+FN u32 key_of(float v, u32 at) {
 #if ROUTER_TYPE == 2
-    const u32 h = round_half(v[at < u32(N) ? at : 0u] + 0.0f);
-    const u32 o = h & 0x8000u ? ~h & 0xffffu : h | 0x8000u;
+  const u32 h = round_half(v + 0.0f);
+  const u32 o = h & 0x8000u ? ~h & 0xffffu : h | 0x8000u;
 #else
-    const u32 o = ordered(v[at < u32(N) ? at : 0u]) >> 16;
+  const u32 o = ordered(v) >> 16;
 #endif
-    key[i] = at < u32(N) ? o << 16 | (HIGH ? at + 1u : 0xfffeu - at) : 0u;
-  }
+  return o << 16 | (ROUTER_HIGH ? at + 1u : 0xfffeu - at);
+}
+template <int PER, int K, bool HIGH>
+FN void top_k(PRIVATE u32 (&key)[PER], int lane, TG u32* chosen) {
   for (int r = 0; r < K; ++r) {
-    u32 best = 0u;
-    for (int i = 0; i < PER; ++i) best = max(best, key[i]);
+    u32 best = key[0];
+    for (int i = 1; i < PER; ++i) best = max(best, key[i]);
     best = warp_max(best);
-    for (int i = 0; i < PER; ++i)
-      if (key[i] == best) key[i] = 0u;
+    for (int i = 0; i < PER; ++i) key[i] = key[i] == best ? 0u : key[i];
     if (lane == 0) chosen[HIGH ? K - 1 - r : r] = HIGH ? (best & 0xffffu) - 1u : 0xfffeu - (best & 0xffffu);
   }
 }
+#else
+FN u32 key_of(float v, u32 at) { return ordered(v); }
+template <int PER, int K, bool HIGH>
+FN void top_k(PRIVATE u32 (&key)[PER], int lane, TG u32* chosen) {
+  for (int r = 0; r < K; ++r) {
+    u32 best = key[0];
+    for (int i = 1; i < PER; ++i) best = max(best, key[i]);
+    best = warp_max(best);
+    u32 mine = HIGH ? 0u : 0xffffffffu;
+    for (int i = 0; i < PER; ++i)
+      if (key[i] == best) mine = HIGH ? max(mine, STRIDED(i) + 1u) : min(mine, STRIDED(i));
+    const u32 at = HIGH ? warp_max(mine) - 1u : warp_min(mine);
+    for (int i = 0; i < PER; ++i)
+      if (STRIDED(i) == at) key[i] = 0u;
+    if (lane == 0) chosen[HIGH ? K - 1 - r : r] = at;
+  }
+}
+#endif
 
 #define SCORE_LOGIT 0
 #define SCORE_SOFTMAX 1
@@ -97,9 +91,17 @@ FN float score_of(float logit) {
 // The weights of the chosen, lane k holding slot k's score; every lane calls.
 FN float weight_of(float s, int lane) {
 #if ROUTER_WEIGHT == WEIGHT_SUM
-  float sum = 0.f;
-  for (int k = 0; k < ROUTER_K; ++k) sum += shuffle(s, k);
-  return round_to_type(s / round_to_type(round_to_type(sum) + ROUTER_EPSILON));
+  // The sum as MLX's reduction makes it: a thread for 16 bytes, each sum rounded, then butterflies.
+  constexpr int READS = ROUTER_TYPE ? 8 : 4;
+  float sum[8];
+  for (int t = 0; t < 8; ++t) {
+    sum[t] = 0.f;
+    for (int k = t * READS; k < ROUTER_K && k < (t + 1) * READS; ++k)
+      sum[t] = round_to_type(sum[t] + shuffle(s, k));
+  }
+  for (int d = 4; d > 0; d >>= 1)
+    for (int t = 0; t < d; ++t) sum[t] = round_to_type(sum[t] + sum[t + d]);
+  return round_to_type(s / round_to_type(sum[0] + ROUTER_EPSILON));
 #elif ROUTER_WEIGHT == WEIGHT_SOFTMAX
   float top = shuffle(s, 0), sum = 0.f;
   for (int k = 1; k < ROUTER_K; ++k) top = max(top, shuffle(s, k));

@@ -1,19 +1,28 @@
-// Softmax of one row as this backend's own kernel computes it, so that what rounds to a tie
-// there rounds to a tie here: eight values a lane, a running maximum, butterflies from 16 down.
-template <int N>
-FN void softmax_row(const float* in, float* out) {
+// Softmax of one row as this backend's own kernel computes it, so that what rounds to a tie there
+// rounds to a tie here: eight values a lane, a running maximum, butterflies from 16 down.
+#define SOFTMAX_IN_REGISTERS 1
+template <int N, class T>
+FN void softmax_registers(const T* in, float (&p)[(N + 255) / 256 * 8]) {
   constexpr int BLOCKS = (N + 255) / 256;
-  float top[BLOCKS], sum[BLOCKS];
+  float top[BLOCKS], sum[BLOCKS], all = -INFINITY;
   const int lane = lane_id();
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
-    float m = -3.402823466e+38f, s = 0.f, v[8];
+    float* v = p + b * 8;
+    const int first = b * 256 + lane * 8;
+    if (N % 8 == 0 && sizeof(T) == 2) {
+      const uint4 t = first < N ? load16(in + first) : make_uint4(0u, 0u, 0u, 0u);
+      float f[8];
+      to_floats(t, f);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int at = b * 256 + lane * 8 + i;
-      v[i] = at < N ? in[at] : -INFINITY;
-      m = fmaxf(m, v[i]);
+      for (int i = 0; i < 8; ++i) v[i] = first < N ? f[i] : -INFINITY;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = first + i < N ? to_float(in[first + i]) : -INFINITY;
     }
+    float m = -3.402823466e+38f, s = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) m = fmaxf(m, v[i]);
 #pragma unroll
     for (int i = 0; i < 8; ++i) s = s + fast_exp(v[i] - m);
     const float before = m;
@@ -24,12 +33,12 @@ FN void softmax_row(const float* in, float* out) {
     for (int d = 16; d > 0; d >>= 1) s = s + shuffle_xor(s, d);
     top[b] = m;
     sum[b] = s;
+    all = fmaxf(all, m);
   }
-  float m = top[0], s = 0.f;
+  float s = 0.f;
 #pragma unroll
-  for (int b = 1; b < BLOCKS; ++b) m = fmaxf(m, top[b]);
-#pragma unroll
-  for (int b = 0; b < BLOCKS; ++b) s = s + sum[b] * fast_exp(top[b] - m);
+  for (int b = 0; b < BLOCKS; ++b) s = s + sum[b] * fast_exp(top[b] - all);
   s = 1.f / s;
-  for (int i = lane; i < N; i += 32) out[i] = fast_exp(in[i] - m) * s;
+#pragma unroll
+  for (int i = 0; i < BLOCKS * 8; ++i) p[i] = fast_exp(p[i] - all) * s;
 }

@@ -1,0 +1,155 @@
+"""The gate, the geometry, the cut: all that needs no device."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from moescope.errors import UserError
+from moescope.kernels import gate, layout, samples
+from moescope.kernels.device import Device
+from moescope.kernels.layout import Geometry, cut, down_launch, first_launch, first_stage, tiles
+
+H200 = Device("cuda", "NVIDIA H200", 132, 232448, 90)
+
+
+@contextlib.contextmanager
+def environment(**values):
+    """Environment variables for the time of a check."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _refused(call):
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    raise AssertionError("not refused")
+
+
+def _table(entries):
+    folder = Path(tempfile.mkdtemp())
+    file = folder / "crossover.json"
+    file.write_text(json.dumps({"schema": gate.SCHEMA, "entries": entries}))
+    return file
+
+
+def check_crossover_is_measured_or_carried():
+    """Exact device and MLX: as recorded. Anything else: the nearest, marked as carried."""
+    entry = {"device": "NVIDIA H200", "language": "cuda", "mlx": "0.32.4", "max_width": 5000,
+             "kind": "measured", "source": "record a"}  # fmt: skip
+    other = entry | {"mlx": "0.31.0", "max_width": 3000, "source": "record b"}
+    table = _table([other, entry])
+    found = gate.crossover(H200, "0.32.4", table)
+    assert (found.max_width, found.kind, found.source) == (5000, "measured", "record a")
+    found = gate.crossover(H200, "0.33.0", table)
+    assert (found.max_width, found.kind) == (5000, "carried")
+    assert "MLX 0.32.4" in found.source
+    found = gate.crossover(dataclasses.replace(H200, name="NVIDIA GB10"), "0.32.4", table)
+    assert found.kind == "carried" and "NVIDIA H200" in found.source
+    bad = _table([])
+    bad.write_text('{"schema": "moescope/crossover/9", "entries": []}')
+    assert "schema" in _refused(lambda: gate.crossover(H200, "0.32.4", bad))
+
+
+def check_committed_table():
+    """Every entry says where it comes from; a measured one names its record."""
+    data = json.loads(gate.TABLE.read_text())
+    for entry in data["entries"]:
+        assert entry["kind"] in ("measured", "carried")
+        assert entry["language"] in ("cuda", "metal")
+        assert entry["source"] and entry["max_width"] > 0
+        if entry["kind"] == "measured":
+            assert "record" in entry["source"]
+
+
+def check_variables():
+    """on, off, force, a width: in this order of strength."""
+    spec = samples.block(width=6400)
+    with environment(MOESCOPE_FUSED="off"):
+        assert gate.declined(spec, H200, "0.32.4") == "MOESCOPE_FUSED=off"
+    with environment(MOESCOPE_FUSED="on", MOESCOPE_FUSED_MAX_WIDTH="6000"):
+        assert "6400" in gate.declined(spec, H200, "0.32.4")
+    with environment(MOESCOPE_FUSED="force", MOESCOPE_FUSED_MAX_WIDTH="6000"):
+        assert gate.declined(spec, H200, "0.32.4") is None
+    with environment(MOESCOPE_FUSED_MAX_WIDTH="6400"):
+        assert gate.declined(spec, H200, "0.32.4") is None
+    metal = Device("metal", "Apple M1 Ultra")
+    assert "crossover 4096 (carried" in gate.declined(spec, metal, "0.32.4")
+    with environment(MOESCOPE_FUSED="maybe"):
+        assert "on, off or force" in _refused(gate.mode)
+    with environment(MOESCOPE_FUSED_MAX_WIDTH="wide"):
+        assert "MOESCOPE_FUSED_MAX_WIDTH" in _refused(gate.width_limit)
+
+
+def check_geometry_variable():
+    """Keys and ranges are checked, and named."""
+    assert layout.geometry("warps=16,stages=2,prefetch=0") == Geometry(
+        warps=16, stages=2, prefetch=0
+    )
+    assert layout.geometry("") == Geometry()
+    for text in ("warps=0", "stages=1", "sgy=8", "warps", "warps=x"):
+        message = _refused(lambda text=text: layout.geometry(text))
+        assert "MOESCOPE_FUSED_GEOMETRY" in message and "warps (1 to 32)" in message
+
+
+def check_cut_covers_every_step():
+    """Each column is in exactly one part, for every sample and for odd sizes."""
+    specs = [spec for spec, _ in samples.cases().values()]
+    specs += [samples.block(hidden=h, width=w) for h in (128, 2880, 7168) for w in (96, 1408, 2880)]
+    for spec in specs:
+        plan = cut(spec)
+        count = layout.steps(spec.hidden)
+        assert (plan.warps - 1) * plan.each < count <= plan.warps * plan.each
+        count = layout.steps(spec.width)
+        assert (plan.split - 1) * plan.down_each < count <= plan.split * plan.down_each
+        if spec.shared:
+            count = layout.steps(spec.shared.width)
+            assert plan.shared_split * plan.shared_each >= count
+        assert spec.router.top_k * plan.split + plan.shared_split <= 32
+
+
+def check_launches_fit():
+    """Every sample fits an H200; most fit a device with 99 KiB, with smaller stages."""
+    left = []
+    for name, (spec, _) in samples.cases().items():
+        plan = cut(spec)
+        for memory in (232448, 101376):
+            for make in (first_launch, down_launch):
+                how = make(spec, plan, Geometry(), 132, memory)
+                if how is None:
+                    left.append((name, memory))
+                    continue
+                assert how.stages >= 2 and how.warps <= 32
+                assert how.ring_bytes <= memory
+        one = first_launch(spec, plan, Geometry(), 132, 232448)
+        assert one.blocks <= sum(tiles(spec))
+        assert one.stage == first_stage(spec, one.batch)
+    assert not [item for item in left if item[1] == 232448], left
+
+
+def check_plan_does_not_depend_on_the_device():
+    """What decides the order of sums is the shape alone."""
+    spec = samples.block()
+    plan = cut(spec)
+    for cores in (48, 108, 132):
+        assert cut(spec) == plan
+        first_launch(spec, plan, Geometry(), cores, 101376)
+
+
+def check_bytes():
+    """Bytes a token by hand: 8 of 128, 2048 x 768, affine 4 bits in groups of 64."""
+    want = 8 * 3 * 2048 * 768 * (0.5 + 4 / 64)
+    assert samples.block().expert_bytes() == want
+    assert samples.block().label == "8 of 128, 2048 x 768, affine4g64"

@@ -1,0 +1,106 @@
+"""The CUDA kernels on their device: against the reference, MLX's router, and themselves again."""
+
+import mlx.core as mx
+
+from kernels import Skip
+from moescope.kernels import cuda, device, reference, samples
+from moescope.kernels.layout import Geometry
+from moescope.kernels.router import route
+
+CASES = {
+    "check_block": list(samples.cases()),
+    "check_geometries": ["affine4g64", "gpt_oss", "deepseek_v4"],
+    "check_router": [n for n, r in samples.routers().items() if r.select != "table"],
+}
+
+
+def _built(spec, tensors, chosen=None):
+    here = device.current()
+    if here is None or here.language != "cuda":
+        raise Skip("no CUDA device")
+    return cuda.build(spec, tensors, chosen or Geometry(), here)
+
+
+def check_block(name):
+    """Parity, router included, at the family's own shape; the same bits under churn."""
+    mx.random.seed(21)
+    spec, arrays = samples.cases()[name]
+    if device.current() is None:
+        raise Skip("no CUDA device")
+    tensors = samples.tensors_of(spec, arrays)
+    run = _built(spec, tensors)
+    worst = {"nrms": 0.0, "differ": 0.0}
+    for _ in range(3):
+        x, dynamic = samples.inputs_of(spec)
+        y = run(x.shape, x, *dynamic)
+        given = {"shared_logit": dynamic[1]} if len(dynamic) > 1 else {}
+        exact = reference.block(spec, tensors, x, dynamic[0], **given)
+        found = samples.distance(y, exact)
+        assert found["finite"]
+        worst = {k: max(worst[k], found[k]) for k in worst}
+    assert worst["nrms"] <= 5e-4, worst
+    for i in range(20):
+        mx.eval(mx.zeros((1000 * (i + 1),)) + 1)
+        assert mx.array_equal(y, run(x.shape, x, *dynamic)).item()
+    return worst
+
+
+def check_geometries(name):
+    """The same bits over the range of the geometry."""
+    mx.random.seed(22)
+    spec, arrays = samples.cases()[name]
+    if device.current() is None:
+        raise Skip("no CUDA device")
+    tensors = samples.tensors_of(spec, arrays)
+    x, dynamic = samples.inputs_of(spec)
+    y = _built(spec, tensors)(x.shape, x, *dynamic)
+    for other in (
+        Geometry(warps=4, stages=2, prefetch=0),
+        Geometry(warps=16, steps=1, stages=4, cores=67),
+        Geometry(warps=32, stages=2, prefetch=64),
+    ):
+        assert mx.array_equal(y, _built(spec, tensors, other)(x.shape, x, *dynamic)).item(), other
+
+
+def check_router(name):
+    """Sets and their order as MLX's operations on this device give them, ties included."""
+    mx.random.seed(23)
+    router = samples.routers()[name]
+    if device.current() is None:
+        raise Skip("no CUDA device")
+    arrays = samples.small_of(router)
+    spec = samples.block(
+        samples.FORMATS["affine4g32"], router.experts, router.top_k, 128, 32, router=router
+    )
+    run = _built(spec, samples.tensors_of(spec, arrays), Geometry(prefetch=0))
+    x = mx.zeros((1, 1, 128), mx.bfloat16)
+    gap, exact = 0.0, 0
+    trials = 60
+    for trial in range(trials):
+        logits = mx.random.normal((router.logits,)) * 2
+        if trial % 3 == 1:
+            logits = mx.round(logits * 2) / 2
+        if trial % 3 == 2 and trial < 9:
+            logits = mx.zeros((router.logits,)) + trial
+        logits = logits.astype(mx.bfloat16)
+        chosen, weights = cuda.choice(spec, run.first_half(x, logits)[0])
+        want, given = route(router, logits.reshape(1, 1, -1), arrays)
+        assert chosen.tolist() == want.tolist(), trial
+        given = given.astype(mx.float32)[: router.top_k]
+        gap = max(gap, (mx.max(mx.abs(weights - given)) / mx.max(given)).item())
+        exact += mx.array_equal(weights, given).item()
+    assert gap <= 2.0**-8, gap
+    return {"trials": trials, "weights equal to the bit": exact, "gap": gap}
+
+
+def check_near_cancelling():
+    """Two experts that leave 2 % of either."""
+    mx.random.seed(24)
+    if device.current() is None:
+        raise Skip("no CUDA device")
+    spec, tensors, picks = samples.cancelling()
+    x, _ = samples.inputs_of(spec)
+    y = _built(spec, tensors)(x.shape, x, *picks)
+    found = samples.distance(y, reference.block(spec, tensors, x, picks=picks))
+    assert found["nrms"] <= 5e-4, found
+    return found

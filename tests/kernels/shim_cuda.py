@@ -1,0 +1,58 @@
+"""The CUDA kernels on the CPU against the float32 reference: every format, every kind of block."""
+
+import dataclasses
+import subprocess
+import sys
+
+import mlx.core as mx
+
+from kernels import on_cpu
+from moescope.kernels import samples, shim
+from moescope.kernels.layout import Geometry
+
+CASES = {"check_block": list(samples.cases())}
+
+
+def check_block(name):
+    """One format or kind at a small shape with odd remainders."""
+    return on_cpu.block("cuda", name)
+
+
+def check_near_cancelling():
+    """Two experts that leave 2 % of either."""
+    return on_cpu.near_cancelling("cuda")
+
+
+def check_geometry_does_not_matter():
+    """The same bits with other blocks, warps, stages and steps a stage (CUDA)."""
+    mx.random.seed(4)
+    spec = on_cpu.small(samples.block(hidden=2048))
+    spec = dataclasses.replace(spec, hidden=704, out=704)
+    tensors = samples.tensors_of(spec)
+    x, dynamic = samples.inputs_of(spec)
+    seen = set()
+    for chosen, blocks in (
+        (Geometry(prefetch=0), 3),
+        (Geometry(warps=3, stages=2, prefetch=1), 5),
+        (Geometry(warps=12, steps=1, stages=3, prefetch=0), 2),
+        (Geometry(warps=16, steps=2, stages=5, prefetch=1), 7),
+    ):
+        result = shim.block("cuda", spec, tensors, x, *dynamic, chosen=chosen, blocks=blocks)
+        seen.add((result["middle"], tuple(result["y"].astype(mx.float32).tolist())))
+    assert len(seen) == 1
+
+
+def check_a_misplaced_load_is_noticed():
+    """The shim aborts on what a GPU would fault on: so a passing run says something."""
+    code = (
+        "import mlx.core as mx\n"
+        "from moescope.kernels import shim\n"
+        "run = shim.compile_text('cuda', '', 'load16((const u8*)x + 4);',"
+        " {'x': mx.zeros((16,), mx.uint32)}, 'out uint32')\n"
+        "shim.call(run, {'x': mx.zeros((16,), mx.uint32)}, 64, 1, 32)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert b"misaligned" in done.stderr

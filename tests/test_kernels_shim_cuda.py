@@ -1,0 +1,10 @@
+"""moescope.kernels: tests/kernels/shim_cuda.py, run in the arm's interpreter."""
+
+import pytest
+
+import kernels_checks
+
+
+@pytest.mark.parametrize("name", kernels_checks.names("shim_cuda"))
+def test_kernels(name):
+    kernels_checks.require("shim_cuda", name)
