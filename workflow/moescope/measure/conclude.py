@@ -27,7 +27,9 @@ def run(task: Task) -> None:
     """
     folder = task.work / "journal" / "measure" / task.key
     if not (folder / "journal.json").is_file():
-        raise UserError("there is no journal of this measurement: nothing was interrupted", task.key)
+        raise UserError(
+            "there is no journal of this measurement: nothing was interrupted", task.key
+        )
     head = read_json(folder / "journal.json", SCHEMA)
     rounds = [read_json(path, SCHEMA) for path in sorted(folder.glob("round-*.json"))]
     wanted = task.params["rounds"]["count"]
