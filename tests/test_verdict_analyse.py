@@ -265,6 +265,23 @@ def test_one_slow_pass_does_not_refuse_a_trace(tmp_path):
     assert arm(analysis(tree), "qwen3-moe", "vlm")["kernels"]["refused"] is None
 
 
+def test_what_the_profiler_costs_the_host_is_shown_and_refuses_nothing(tmp_path):
+    tree = Tree(tmp_path, kernels=True).make()
+    path = tree.folder("trace/qwen3-moe.vlm") / "terms.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"profiler_wall_cost": [0.5, 0.4]}))
+    kernels = arm(analysis(tree), "qwen3-moe", "vlm")["kernels"]
+    assert kernels["checks"]["profiler_wall_cost"]["max"] == 0.5 and kernels["refused"] is None
+
+
+def test_rounds_that_were_never_run_are_named(tmp_path):
+    tree = Tree(tmp_path).make()
+    path = tree.folder("measure/qwen3-moe") / "environment.json"
+    told = {"interrupted": "after 4 of 5 rounds"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | told))
+    wanted = "All rounds on qwen3-moe: its measurement was interrupted after 4 of 5 rounds."
+    assert wanted in analysis(tree)["not_measured"]
+
+
 def test_a_table_of_kernels_alone_is_enough(tmp_path):
     tree = Tree(tmp_path, kernels=True).make()
     for name in ("terms.json", "calls.csv", "timeline.csv"):

@@ -233,3 +233,10 @@ def test_with_the_noise_of_recorded_runs(path):
 
     assert effects_with(0.0) <= 2
     assert effects_with(min(0.95, 1 - math.exp(-7 * spread))) >= 38
+
+
+def test_the_median_of_whole_numbers_stays_in_their_range():
+    found = figure([11998038128, 11998038128, 11998070896, 11998038128], "bytes", ["f"])
+    assert found["min"] <= found["value"] <= found["max"]
+    found = figure([11523743792, 11523743790], "bytes", ["f"])
+    assert found["min"] <= found["value"] <= found["max"]

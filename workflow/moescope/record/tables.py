@@ -282,8 +282,9 @@ def method(record: Record) -> list[str]:
         )
     lines.append(
         f"Limits: terms add up to the pass's wall within {limits['conservation'] * 100:g} %, "
-        f"unclassified time below {limits['unclassified'] * 100:g} %, the profiler's cost below "
-        f"{limits['profiler_cost'] * 100:g} %; beyond them an attribution is refused."
+        f"unclassified time below {limits['unclassified'] * 100:g} %, the profiler's cost on the "
+        f"kernels' time below {limits['profiler_cost'] * 100:g} %; beyond them an attribution is "
+        "refused."
     )
     return lines
 
@@ -488,6 +489,7 @@ def kernel_instrument(record: Record) -> Table:
                 code(arm),
                 plain(found["method"] or ABSENT),
                 show(checks["profiler_cost"]),
+                show(checks["profiler_wall_cost"]),
                 show(checks["unclassified"]),
                 show(window["window"]["ms"]) if window else ABSENT,
                 show(window["difference"]["ms"]) if window else ABSENT,
@@ -496,10 +498,11 @@ def kernel_instrument(record: Record) -> Table:
                 f"refused: {plain(found['refused'])}" if found["refused"] else "used",
             ]
         )
-    head = ["checkpoint", "arm", "owners of launches by", "profiler's cost", "unclassified"]
+    head = ["checkpoint", "arm", "owners of launches by", "profiler's cost on the kernels"]
+    head += ["on the wall", "unclassified"]
     head += ["GPU ms by window", "by two lengths", "disagreement", "with the forced pass"]
     table = columns(rows, [*head, "attribution"], 3)
-    table.numbers.discard(9)
+    table.numbers.discard(10)
     return table
 
 

@@ -102,6 +102,7 @@ class Checkpoint:
             "arms": measured,
             "sweep": self._sweep(),
             "bandwidths": bandwidths(self.host, self._trace(reference)),
+            "interrupted": (self.host.value if self.host else {}).get("interrupted"),
         }
 
     def _reference(self) -> str:

@@ -12,6 +12,7 @@ UNCLASSIFIED = "unclassified"
 # terms.json's numbers that say how far the trace may be trusted, all of them shares.
 CHECKS = (
     "profiler_cost",
+    "profiler_wall_cost",
     "unclassified",
     "window_disagreement",
     "instruments_disagreement",

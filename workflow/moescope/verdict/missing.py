@@ -43,6 +43,11 @@ def not_measured(analysis: dict[str, Any], params: dict[str, Any]) -> list[str]:
         "Other shapes: only batch 1, greedy, with the prompt and generation length stated; no "
         "long context, no batched or speculative decode, no server."
     )
+    lines += [
+        f"All rounds on {name}: its measurement was interrupted {entry['interrupted']}."
+        for name, entry in checkpoints.items()
+        if entry["interrupted"]
+    ]
     lines += _arms(checkpoints)
     lines += _attribution(checkpoints, backend)
     lines += _instruments(checkpoints)

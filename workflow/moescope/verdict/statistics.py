@@ -30,10 +30,12 @@ def figure(
     values = list(values)
     if not values or not files:
         raise ValueError(f"a figure needs values and files, got {values!r} and {files!r}")
+    low, high = rounded(min(values)), rounded(max(values))
+    # Integers stay whole while the mean of two is rounded: that must not carry it out of its range.
     return {
-        "value": rounded(statistics.median(values)),
-        "min": rounded(min(values)),
-        "max": rounded(max(values)),
+        "value": min(max(rounded(statistics.median(values)), low), high),
+        "min": low,
+        "max": high,
         "n": len(values),
         "unit": unit,
         "files": list(dict.fromkeys(files)),
