@@ -153,3 +153,17 @@ def check_bytes():
     want = 8 * 3 * 2048 * 768 * (0.5 + 4 / 64)
     assert samples.block().expert_bytes() == want
     assert samples.block().label == "8 of 128, 2048 x 768, affine4g64"
+
+
+def check_shared_memory_is_asked_for_in_full():
+    """Static and dynamic memory together above 48 KiB: a request that MLX lifts the limit for."""
+    from moescope.kernels.cuda import requested
+
+    assert requested(20000, 8000) == 20000
+    assert requested(40000, 12000) > 48000
+    assert requested(200000, 12000) == 200000
+    for spec, _ in samples.cases().values():
+        plan = cut(spec)
+        one = first_launch(spec, plan, Geometry(), 132, 232448)
+        beside = layout.first_static(spec, one.warps)
+        assert requested(one.ring_bytes, beside) + beside <= 232448

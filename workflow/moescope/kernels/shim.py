@@ -35,7 +35,8 @@ TYPES = {
 
 
 def compile_text(language: str, header: str, body: str, inputs: dict[str, Any], output: str) -> Any:
-    """A function (void** inputs, void* output, int blocks, int threads) from a kernel's text.
+    """A function (void** inputs, void* output, int blocks, int threads, int late, int schedule)
+    from a kernel's text.
 
     output: name and type of the kernel's output, as "out bfloat16". Raises subprocess errors with
     the compiler's message, TimeoutExpired after two minutes.
@@ -59,9 +60,12 @@ def compile_text(language: str, header: str, body: str, inputs: dict[str, Any], 
         f"  const auto {name} = ({out}*)to;",
         f"  kernel({', '.join([*inputs, name])});",
         "}",
-        'extern "C" void run(void** inputs, void* output, int blocks, int threads) {',
+        'extern "C" void run(void** inputs, void* output, int blocks, int threads, int late,'
+        " int schedule) {",
         "  given = inputs;",
         "  to = output;",
+        "  lanes::block.late = late;",
+        "  lanes::block.schedule = schedule;",
         "  for (int b = 0; b < blocks; ++b) lanes::run_block(b, blocks, threads, one);",
         "}",
     ]
@@ -91,8 +95,20 @@ def _headers() -> str:
     return "".join(p.read_text(encoding="utf-8") for p in sorted(FOLDER.glob("*.h")))
 
 
-def call(run: Any, inputs: dict[str, Any], size: int, blocks: int, threads: int) -> bytearray:
-    """Run a compiled kernel over bytes of the inputs; the output's bytes start as 0xff."""
+def call(
+    run: Any,
+    inputs: dict[str, Any],
+    size: int,
+    blocks: int,
+    threads: int,
+    late: bool = False,
+    schedule: int = 0,
+) -> bytearray:
+    """Run a compiled kernel over bytes of the inputs; the output's bytes start as 0xff.
+
+    late: asynchronous copies land when they are waited for (else at once); schedule: 0 for threads
+    in turn, else the seed of a random order in which some stay behind.
+    """
     buffers = []
     for array in inputs.values():
         flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
@@ -106,7 +122,8 @@ def call(run: Any, inputs: dict[str, Any], size: int, blocks: int, threads: int)
     raw = (ctypes.c_char * (size + 64))()
     at = -ctypes.addressof(raw) % 32
     ctypes.memset(ctypes.addressof(raw), 0xFF, size + 64)
-    run(pointers, ctypes.c_void_p(ctypes.addressof(raw) + at), blocks, threads)
+    to = ctypes.c_void_p(ctypes.addressof(raw) + at)
+    run(pointers, to, blocks, threads, int(late), schedule)
     return bytearray(ctypes.string_at(ctypes.addressof(raw) + at, size))
 
 
@@ -123,10 +140,13 @@ def block(
     chosen: Geometry | None = None,
     blocks: int = 3,
     whole: bool = True,
+    late: bool = False,
+    schedule: int = 0,
 ) -> dict[str, Any]:
     """Both halves of a block on the CPU: {"y" [out], "chosen", "weights", "middle": bytes}.
 
-    dynamic: the inputs that ``dynamic_names`` lists; blocks: on CUDA; whole: the second half too.
+    dynamic: the inputs that ``dynamic_names`` lists; blocks: on CUDA; whole: the second half too;
+    late, schedule: see ``call``.
     """
     check(spec)
     chosen = chosen or Geometry(prefetch=0)
@@ -166,7 +186,7 @@ def block(
     with ThreadPoolExecutor(2) as pool:
         runs = list(pool.map(lambda text: compile_text(language, *text), texts))
     run = runs[0]
-    middle = call(run, first, size, *launches[0])
+    middle = call(run, first, size, *launches[0], late, schedule)
     k = spec.router.top_k
     found = {
         "chosen": array_of(middle[offsets[0] : offsets[0] + 4 * k], mx.uint32),
@@ -175,6 +195,6 @@ def block(
     }
     if whole:
         second = {"middle": array_of(middle, getattr(mx, kind))} | second
-        out = call(runs[1], second, spec.out * 2, *launches[1])
+        out = call(runs[1], second, spec.out * 2, *launches[1], late, schedule)
         found["y"] = array_of(out, getattr(mx, spec.dtype))
     return found

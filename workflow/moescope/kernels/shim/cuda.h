@@ -68,16 +68,11 @@ inline uint2 load8(const void* p) { return read<uint2>(p); }
 inline u32 load4(const void* p) { return read<u32>(p); }
 inline u32 load2(const void* p) { return read<u16>(p); }
 inline u32 load1(const void* p) { return read<u8>(p); }
-template <class T> inline void copy(void* to, const void* from, bool here) {
-  if ((uintptr_t)to % sizeof(T)) abort();
-  const T v = here ? read<T>(from) : T{};
-  memcpy(to, &v, sizeof v);
-}
-inline void copy16(void* to, const void* from, bool here) { copy<uint4>(to, from, here); }
-inline void copy8(void* to, const void* from, bool here) { copy<uint2>(to, from, here); }
-inline void copy4(void* to, const void* from, bool here) { copy<u32>(to, from, here); }
-inline void commit_copies() {}
-template <int N> inline void wait_copies() {}
+inline void copy16(void* to, const void* from, bool here) { lanes::copy(to, from, 16, here); }
+inline void copy8(void* to, const void* from, bool here) { lanes::copy(to, from, 8, here); }
+inline void copy4(void* to, const void* from, bool here) { lanes::copy(to, from, 4, here); }
+inline void commit_copies() { lanes::commit_copies(); }
+template <int N> inline void wait_copies() { lanes::wait_copies(N); }
 #define DYNAMIC_SHARED(name) alignas(128) static u8 name[232448]
 inline void prefetch_l2(const void* p, u32 bytes) {
   if ((uintptr_t)p % 16 || bytes % 16) abort();

@@ -24,8 +24,17 @@ struct Exchange {  // what the lanes of a warp show each other; two sheets, used
   Meeting meeting;
 };
 
+struct Copy {  // asked for, perhaps not yet done
+  void* to;
+  const void* from;
+  int bytes, group;
+  bool here;
+};
+
 struct Fiber {
   ucontext_t context;
+  Copy* copies;
+  int asked, done_copies, group;
   char* stack;
   int thread;
   unsigned turn;
@@ -41,9 +50,35 @@ struct Block {
   Fiber* now;
   void (*body)();
   long switches;
+  bool late;          // copies happen when they are waited for, not when they are asked for
+  unsigned schedule;  // 0: threads in turn; else the seed of a random order
 };
 
 inline Block block;
+constexpr int COPIES = 1 << 14;
+
+inline void perform(const Copy& c) {
+  if (c.here) memcpy(c.to, c.from, c.bytes);
+  else memset(c.to, 0, c.bytes);
+}
+inline void copy(void* to, const void* from, int bytes, bool here) {
+  if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) {
+    fprintf(stderr, "a copy of %d bytes at a misaligned address\n", bytes);
+    abort();
+  }
+  Fiber& f = *block.now;
+  const Copy c = {to, from, bytes, f.group, here};
+  if (!block.late) return perform(c);
+  if (!f.copies) f.copies = (Copy*)malloc(COPIES * sizeof(Copy));
+  if (f.asked - f.done_copies == COPIES) abort();
+  f.copies[f.asked++ % COPIES] = c;
+}
+inline void commit_copies() { ++block.now->group; }
+inline void wait_copies(int left) {
+  Fiber& f = *block.now;
+  while (f.done_copies < f.asked && f.copies[f.done_copies % COPIES].group < f.group - left)
+    perform(f.copies[f.done_copies++ % COPIES]);
+}
 
 inline void yield() {
   if (++block.switches > 2000000000L) abort();
@@ -94,20 +129,31 @@ inline void run_block(int index, int blocks, int threads, void (*body)()) {
     f.thread = t;
     f.turn = 0;
     f.done = false;
+    f.asked = f.done_copies = f.group = 0;
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = f.stack;
     f.context.uc_stack.ss_size = STACK;
     f.context.uc_link = nullptr;
     makecontext(&f.context, enter, 0);
   }
-  for (bool left = true; left;) {
-    left = false;
-    for (int t = 0; t < threads; ++t) {
-      Fiber& f = block.fibers[t];
+  unsigned dice = block.schedule + index;
+  int held = -1;  // one warp stands still for a while
+  for (long pass = 0, left = 1; left; ++pass) {
+    left = 0;
+    dice = dice * 1664525u + 1013904223u;
+    const int first = block.schedule ? int(dice >> 8) % threads : 0;
+    if (block.schedule && pass % 48 == 0) held = int(dice >> 16) % (threads / WARP);
+    for (int i = 0; i < threads; ++i) {
+      Fiber& f = block.fibers[(first + i) % threads];
       if (f.done) continue;
+      dice = dice * 1664525u + 1013904223u;
+      if (block.schedule && (dice >> 30 == 0 || f.thread / WARP == held)) {  // stays behind
+        left = 1;
+        continue;
+      }
       block.now = &f;
       swapcontext(&block.home, &f.context);
-      left = left || !f.done;
+      left |= !f.done;
     }
   }
 }
