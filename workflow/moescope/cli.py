@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("subject")
     run.add_argument("--key", help="refuse to run unless this is the job's key")
     run.add_argument("--log", type=Path, help="also write what is printed here")
-    conclude = command("conclude", _conclude, "take an interrupted measurement's rounds as they are")
+    conclude = command("conclude", _conclude, "keep an interrupted measurement's rounds")
     conclude.add_argument("subject", metavar="CHECKPOINT")
     command("explain", _explain, "why each stale job is stale, and what the run will cost")
     command("audit", _audit, "render every committed record again and compare")
