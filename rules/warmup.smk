@@ -6,6 +6,7 @@ rule warmup:
         result("warmup"),
     log:
         "logs/warmup/{subject}.{key}.log",
+    priority: 20  # before anything else uses an arm for the first time
     resources:
         gpu=1,
     shell:

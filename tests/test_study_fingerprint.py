@@ -62,7 +62,8 @@ def package(tmp_path, monkeypatch):
     (base / "__init__.py").write_text("")
     (base / "stage" / "__init__.py").write_text("")
     (base / "stage" / "run.py").write_text(
-        'TABLES = ("table.json", "more")\n\ndef run():\n    from ..helper import f\n    return f()\n'
+        'TABLES = ("table.json", "more")\n\n'
+        "def run():\n    from ..helper import f\n    return f()\n"
     )
     (base / "stage" / "table.json").write_text('{"a": 1, "b": 2}')
     (base / "stage" / "more").mkdir()

@@ -107,10 +107,17 @@ def folder(stage: str, subject: str, key: str) -> Path:
 class Plan:
     """All jobs of a study on a machine class, in the order of the stages."""
 
-    def __init__(self, study: Study, machine: Machine, root: Path):
+    def __init__(
+        self,
+        study: Study,
+        machine: Machine,
+        root: Path,
+        code: dict[tuple[str, ...], dict[str, str]] | None = None,
+    ):
         self.study, self.machine, self.root = study, machine, root
         self._jobs: dict[str, Job] = {}
-        self._code: dict[tuple[str, ...], dict[str, str]] = {}
+        # Modules -> fingerprints; taken once a run and passed on to its jobs.
+        self.code = code or {}
         # Job -> the study's key that must be pinned before it can run.
         self.unpinned: dict[str, str] = {}
         for checkpoint in study.checkpoints:
@@ -281,10 +288,10 @@ class Plan:
         code: tuple[str, ...] = (),
     ) -> None:
         modules = code or CODE[stage]
-        if modules not in self._code:
-            self._code[modules] = fingerprints(*modules)
+        if modules not in self.code:
+            self.code[modules] = fingerprints(*modules)
         keys = {name: self._jobs[name].key for name in upstream}
-        job = Job(stage, subject, params, keys, self._code[modules])
+        job = Job(stage, subject, params, keys, self.code[modules])
         self._jobs[job.name] = job
 
     # What the study says, as ingredients.

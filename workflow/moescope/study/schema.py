@@ -225,9 +225,7 @@ class Study(Strict):
     runtimes: Annotated[
         dict[
             Name,
-            Annotated[
-                PythonRuntime | AmbientRuntime | CommandRuntime, Field(discriminator="kind")
-            ],
+            Annotated[PythonRuntime | AmbientRuntime | CommandRuntime, Field(discriminator="kind")],
         ],
         Field(min_length=1),
     ]

@@ -29,6 +29,7 @@ def pass_on(plan: Plan) -> None:
     value = {
         "study": plan.study.model_dump(mode="json", by_alias=True, exclude_none=True),
         "machine": plan.machine.model_dump(mode="json", exclude_none=True),
+        "code": [[list(modules), found] for modules, found in plan.code.items()],
     }
     os.environ[VARIABLE] = canonical(value)
 
@@ -39,6 +40,7 @@ def current_plan(root: Path, study_file: Path | None = None) -> Plan:
     if study_file is None and passed:
         value = json.loads(passed)
         study = Study.model_validate(value["study"])
-        return Plan(study, Machine.model_validate(value["machine"]), root)
+        code = {tuple(modules): found for modules, found in value["code"]}
+        return Plan(study, Machine.model_validate(value["machine"]), root, code)
     path = study_file or root / "config.yaml"
     return open_plan(read_yaml(path), path.name, root)
