@@ -8,7 +8,6 @@ from moescope.errors import UserError
 from moescope.study.plan import OUTPUTS
 from moescope.study.session import open_plan, pass_on
 
-os.environ["PYTHONPATH"] = str(Path(workflow.basedir) / "workflow")
 PYTHON = sys.executable
 
 

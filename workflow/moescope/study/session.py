@@ -25,13 +25,14 @@ def open_plan(config: dict[str, Any], where: str, root: Path) -> Plan:
 
 
 def pass_on(plan: Plan) -> None:
-    """Put a plan's study and machine class where the jobs find them."""
+    """Put a plan's study and machine class, and this package, where the jobs find them."""
     value = {
         "study": plan.study.model_dump(mode="json", by_alias=True, exclude_none=True),
         "machine": plan.machine.model_dump(mode="json", exclude_none=True),
         "code": [[list(modules), found] for modules, found in plan.code.items()],
     }
     os.environ[VARIABLE] = canonical(value)
+    os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
 
 
 def current_plan(root: Path, study_file: Path | None = None) -> Plan:
