@@ -1,4 +1,5 @@
 # The plan says which jobs there are and what they read; a rule only asks it.
+import shlex
 import sys
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from moescope.errors import UserError
 from moescope.study.plan import OUTPUTS
 from moescope.study.session import open_plan, pass_on
 
-PYTHON = sys.executable
+PYTHON = shlex.quote(sys.executable)
 
 
 def read_plan():
@@ -53,4 +54,4 @@ def tool_command(tool, options=""):
 
 def study_file():
     """The file that this run's study stands in."""
-    return str((workflow.configfiles or ["config.yaml"])[-1])
+    return shlex.quote(str((workflow.configfiles or ["config.yaml"])[-1]))

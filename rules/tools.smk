@@ -25,7 +25,7 @@ rule rerender:
         tool_command("rerender")
 
 
-# Is this host ready for the study?.
+# Is this host ready for the study?
 rule doctor:
     log:
         "logs/doctor.log",

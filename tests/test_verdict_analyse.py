@@ -388,3 +388,10 @@ def test_quantities_stay_light():
 def test_claims_of_the_fixture_use_quantities_that_exist():
     names = [condition["quantity"] for claim in CLAIMS for condition in claim["all"]]
     assert all(exists(name, ["vlm"], ["skip-experts"]) for name in names)
+
+
+def test_the_worker_and_the_verdict_name_the_same_terms():
+    """The worker imports nothing of the controller, so both carry the list."""
+    from moescope.worker import modules
+
+    assert (*modules.TERMS, "host_gap") == TERMS

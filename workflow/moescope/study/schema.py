@@ -4,7 +4,6 @@ The models below are the schema; ``load`` turns their complaints into lines that
 what stands there and what is allowed.
 """
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -253,6 +252,3 @@ class Study(Strict):
             for name, arm in self.arms.items()
             if arm.checkpoints is None or checkpoint in arm.checkpoints
         ]
-
-
-NAME_RULE = re.compile(r"^[a-z0-9][a-z0-9-]*$")
