@@ -117,6 +117,18 @@ def test_a_parameter_concerns_its_stages(repository, path, value, stages):
     assert found >= LAST
 
 
+def test_the_fused_kernels_are_code_of_the_arms_that_fuse(repository):
+    config, root = repository
+    fused = {**config["arms"]["vlm"], "role": "candidate", "patches": ["fused"]}
+    jobs = plan(changed(config, "arms", "fused", value=fused), root)
+    concerned = {job.name for job in jobs if any(name.startswith("kernels") for name in job.code)}
+    some = next(iter(config["checkpoints"]))
+    assert {f"warmup/{some}.fused", f"trace/{some}.fused", f"measure/{some}"} <= concerned
+    assert f"parity/{some}" in concerned
+    assert not {f"warmup/{some}.vlm", f"trace/{some}.vlm", f"fetch/{some}"} & concerned
+    assert "kernels/sources/router.h" in jobs.job("trace", f"{some}.fused").code
+
+
 def test_a_template_concerns_the_record_alone(repository):
     config, root = repository
     with open(root / "templates" / "record.md.j2", "a") as file:

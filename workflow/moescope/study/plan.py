@@ -41,6 +41,9 @@ COMMAND_CODE = {"build": ("runtimes.binary",)}
 COMMAND_CODE |= dict.fromkeys(("warmup", "measure", "parity"), ("runtimes.command",))
 COMMAND_CODE["trace"] = ("runtimes.command", "trace.command")
 
+# Patches that bring code of their own.
+PATCH_CODE = {"fused": ("kernels",), "fused_reference": ("kernels",)}
+
 # Stage -> the files that its result must have (others may be there too).
 OUTPUTS = {
     "fetch": ("manifest.json", "config.json", "tensors.csv"),
@@ -304,7 +307,11 @@ class Plan:
         """The modules of a stage that runs these arms."""
         runtimes = (self.study.runtimes[self.study.arms[arm].runtime] for arm in arms)
         command = any(isinstance(runtime, spec.CommandRuntime) for runtime in runtimes)
-        return CODE[stage] + (COMMAND_CODE[stage] if command else ())
+        patches = (patch for arm in arms for patch in self.study.arms[arm].patches)
+        brought = (module for patch in patches for module in PATCH_CODE.get(patch, ()))
+        return (
+            CODE[stage] + (COMMAND_CODE[stage] if command else ()) + tuple(dict.fromkeys(brought))
+        )
 
     def _memory(self) -> dict[str, int]:
         cap = self.study.limits.memory

@@ -4,7 +4,9 @@ A node made inside a module that modules.json lists has that module's term. What
 out itself is told apart by what it depends on: the experts' output (combine), else the shared
 expert's (shared expert), else neither (router). Likewise within the experts: the last projection
 (combine), another one (activation), none (expert gather). What the whole model works out itself
-after its parts is the head; what is outside the model and depends on it is the sampler.
+after its parts is the head; what is outside the model and depends on it is the sampler. What
+a fused block does up to its kernels, which hold router, experts and combine in one, is the expert
+gather.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,6 +32,7 @@ class Table:
     switches: frozenset[str]
     projections: frozenset[str]
     last: frozenset[str]
+    fused: frozenset[str] = frozenset()
 
     def owner(self, path: str) -> str:
         """The innermost listed part that a module is in, or ELSEWHERE. The root is the part of what
@@ -63,6 +66,7 @@ def table(survey: Survey) -> Table:
         frozenset(block.switch.path for block in blocks),
         frozenset(part.path for block in blocks for part in block.projections),
         frozenset(block.projections[-1].path for block in blocks),
+        frozenset(path for b in blocks if b.fused for path in (b.path, b.switch.path)),
     )
 
 
@@ -95,7 +99,11 @@ def terms(
                 flags |= behind[source][1]
             elif block == NOWHERE:
                 flags |= MODEL
-        term = _term(place, flags, parts)
+        if place and place.part in parts.fused and not flags & (EXPERTS | SHARED):
+            term = "expert_gather"
+            flags |= EXPERTS if graph.nodes[node].primitive == "CustomKernel" else 0
+        else:
+            term = _term(place, flags, parts)
         if place and (block != NOWHERE or place.part != parts.root or flags):
             flags |= _flags(place, parts) | (SHARED if term == "shared_expert" else 0)
         found.append(term)

@@ -27,6 +27,8 @@ TERMS = (
     "other",
 )
 SWITCHES = ("SwitchGLU", "SwitchMLP")
+# What moescope.kernels puts on the class of a module whose call it has replaced.
+FUSED = "__moescope_fused__"
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ class MoeBlock:
         if self.lookup is not None:
             return self.lookup.shape[-1]
         return getattr(self.holder, self.attribute)
+
+    @property
+    def fused(self) -> bool:
+        """Whether router, experts and combine run as one, in kernels of moescope.kernels."""
+        return any(hasattr(type(part), FUSED) for part in (self.module, self.switch.module))
 
     @property
     def experts(self) -> int:

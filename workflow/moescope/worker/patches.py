@@ -5,7 +5,9 @@ for something that it is not.
 """
 
 import contextlib
+import importlib
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,6 +20,8 @@ from .spin import spin
 from .state import Refusal, State
 from .wrap import Changes
 
+# Imported by name: what is fused is no code of the arms that fuse nothing (study.plan.PATCH_CODE).
+KERNELS = "moescope.kernels"
 SPIN_S = 0.0003  # time.sleep returns late by about this much; the rest is waited for actively
 
 
@@ -226,6 +230,20 @@ def _split_gather(state: State, sites: Survey, changes: Changes, wanted: float) 
             changes.call(part.module, partial(make, block.top_k))
 
 
+def _fused(state: State, sites: Survey, changes: Changes, backend: str | None = None) -> None:
+    """Single tokens take the fused kernels where these run and win; what was left goes to the log
+    with its reason, and a model without one fused block is refused with the first of them."""
+    kernels = importlib.import_module(KERNELS)
+    _blocks(sites)
+    model = state.loaded()
+    report = kernels.fuse(model, backend)
+    changes.undo(lambda: kernels.unfuse(model))
+    print(report, file=sys.stderr)
+    if not report.fused:
+        why = report.left[0][1] if report.left else "no block of experts that it knows"
+        raise Refusal("not_applicable", f"nothing is fused: {why}")
+
+
 def _delay(places: Callable[[State, Survey], list[Any]]) -> Callable:
     def apply(state: State, sites: Survey, changes: Changes, milliseconds: float) -> None:
         found = places(state, sites)
@@ -299,6 +317,9 @@ PATCHES: dict[str, tuple[str, Callable]] = {
     "skip_attention": (NONE, _skip_attention),
     "top_k": (COUNT, _top_k),
     "split_gather": (COUNT, _split_gather),
+    # moescope.kernels; _reference: its float32 reference in the kernels' place, on any device.
+    "fused": (NONE, _fused),
+    "fused_reference": (NONE, partial(_fused, backend="reference")),
     # A delay at each call of the part (once a layer); of delay_step, at each step.
     "delay_router": (TIME, _delay(_routers)),
     "delay_expert_gather": (TIME, _delay(_gathers)),

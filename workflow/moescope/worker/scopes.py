@@ -168,8 +168,9 @@ def _instrument(state: State, sites: Survey, changes: Changes, clock: Clock) -> 
 
 
 def _instrument_block(block: MoeBlock, watch: Callable) -> None:
-    """The block is the router's until its switch is called, and the combine's after it."""
-    watch(block.module, block.path, "router", "block")
+    """The block is the router's until its switch is called, and the combine's after it; one fused
+    into kernels that hold all three is the expert gather's."""
+    watch(block.module, block.path, "expert_gather" if block.fused else "router", "block")
     for part in block.router:
         watch(part.module, part.path, "router")
     for part in (*block.shared, *((block.shared_gate,) if block.shared_gate else ())):

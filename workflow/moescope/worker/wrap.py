@@ -49,6 +49,10 @@ class Changes:
         object.__setattr__(module, "__class__", after)
         self._undo.append(lambda: object.__setattr__(module, "__class__", before))
 
+    def undo(self, function: Callable[[], None]) -> None:
+        """Have this called on leaving, for a change that was made elsewhere."""
+        self._undo.append(function)
+
     def call(self, module: Any, make: Callable[[Callable], Callable]) -> None:
         """Replace what calling the object does."""
         self.method(module, "__call__", make)
