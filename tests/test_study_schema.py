@@ -112,6 +112,37 @@ def test_an_environment_without_its_lock_file(config, root):
     assert "no file envs/mlx-lm-9.9.9.txt; allowed: " in text and "mlx-lm-0.32.2" in text
 
 
+def test_a_checkpoint_may_stand_in_a_file_that_studies_share(config, root, tmp_path):
+    import yaml
+
+    (tmp_path / "envs").symlink_to(root / "envs")
+    whole = load(config, "config.yaml", root)
+    inline = config["checkpoints"]["deepseek-v4"]
+    (tmp_path / "v4.yaml").write_text(yaml.safe_dump(inline))
+    config["checkpoints"]["deepseek-v4"] = "v4.yaml"
+    assert load(config, "config.yaml", tmp_path) == whole
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("gone.yaml", None, "is no file"),
+        ("../outside.yaml", "role: subject", "is outside the repository"),
+        ("list.yaml", "- 1", "not a mapping"),
+        ("open.yaml", "source: {kind: hub, repo: a/b}", "has no revision"),
+        ("typo.yaml", "rolle: subject", "rolle"),
+    ],
+)
+def test_a_shared_checkpoint_that_cannot_be_read(config, root, tmp_path, file, text, said):
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "envs").symlink_to(root / "envs")
+    if text is not None:
+        (here / file).write_text(text)
+    config["checkpoints"]["deepseek-v4"] = file
+    assert said in complaint(config, here)
+
+
 def test_all_that_is_wrong_is_said_at_once(config, root):
     config["shape"]["prompt"] = "many"
     config["rounds"]["count"] = 1

@@ -24,12 +24,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise UserError(f"not YAML: {' '.join(str(error).split())}", where=str(path)) from None
     if not isinstance(value, dict):
-        raise UserError("a study is a mapping with the key `study`", where=str(path))
+        raise UserError("not a mapping of keys to values", where=str(path))
     return value
 
 
 def load(config: dict[str, Any], where: str, root: Path) -> Study:
     """A validated study, or a UserError with one line for each thing that is wrong."""
+    config = _with_files(config, where, root)
     try:
         study = Study.model_validate(config)
     except ValidationError as error:
@@ -39,6 +40,37 @@ def load(config: dict[str, Any], where: str, root: Path) -> Study:
     if lines:
         raise UserError("\n".join(lines))
     return study
+
+
+def _with_files(config: dict[str, Any], where: str, root: Path) -> dict[str, Any]:
+    """The study with each checkpoint that is given as a path put in its place.
+
+    Studies of one model share its file so: ``moe: studies/checkpoints/moe.yaml``, from the
+    repository's root.
+    """
+    checkpoints = config.get("checkpoints")
+    if not isinstance(checkpoints, dict):
+        return config
+    found = {
+        name: _checkpoint(value, f"{where}: checkpoints.{name}", root)
+        if isinstance(value, str)
+        else value
+        for name, value in checkpoints.items()
+    }
+    return config | {"checkpoints": found}
+
+
+def _checkpoint(name: str, where: str, root: Path) -> dict[str, Any]:
+    path = (root / name).resolve()
+    if not path.is_relative_to(root.resolve()):
+        raise UserError(f"{name!r} is outside the repository; give a file in it", where)
+    if not path.is_file():
+        raise UserError(f"{name!r} is no file; give a path from the repository's root", where)
+    checkpoint = read_yaml(path)
+    source = checkpoint.get("source")
+    if isinstance(source, dict) and source.get("kind") == "hub" and not source.get("revision"):
+        raise UserError(f"{name} has no revision; a shared checkpoint has to give one", where)
+    return checkpoint
 
 
 def _line(item: dict[str, Any], where: str) -> str:

@@ -83,6 +83,8 @@ def hub_revision(repo: str, branch: str) -> str:
 
 
 def _checkpoint(document: "Document", name: str, resolve: Resolve) -> list[str]:
+    if isinstance(document.find("checkpoints", name).value, str):
+        return []  # a shared file, which is pinned already (load says so)
     source = document.at("checkpoints", name, "source")
     values = document.values(source)
     if values.get("kind") != "hub" or values.get("revision"):
