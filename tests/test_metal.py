@@ -1,4 +1,4 @@
-"""A Mac's traces and commands, read from small exports written in the documented format.
+"""A Mac's traces, read from small exports written in the documented format.
 
 Nothing here ran on a Mac; docs/metal.md says what a first user there should check.
 """
@@ -6,12 +6,9 @@ Nothing here ran on a Mac; docs/metal.md says what a first user there should che
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from metal_export import BUFFERS, ENCODERS, GAP, PID, RUN, Document, contents, trace
 from moescope.errors import UserError
-from moescope.measure import macos
 from moescope.trace import metal
 
 
@@ -117,112 +114,6 @@ def test_derived_dispatches_say_that_they_are():
     assert second["kernel"] == "affine_gather_qmv_bfloat16_t_gs_64_b_4"
     with pytest.raises(UserError, match="only decode"):
         metal.quantised_name((2, 64, 64), "affine", 4, 64, "float16", True)
-
-
-# The host, by its own commands.
-
-COOL = "Note: No thermal warning level has been recorded\n" \
-       "Note: No performance warning level has been recorded\n"  # fmt: skip
-HOT = """2026-08-20 05:08:37 -0700 CPU Power notify
-\tCPU_Scheduler_Limit \t= 100
-\tCPU_Available_CPUs \t= 12
-\tCPU_Speed_Limit \t= 62
-"""
-SETTINGS = """System-wide power settings:
-Currently in use:
- standby              1
- powernap             1
- networkoversleep     0
- lowpowermode         0
- sleep                0 (sleep prevented by sharingd)
-"""
-ANSWERS = {
-    "sysctl": "machdep.cpu.brand_string: Apple M3 Ultra\nhw.model: Mac15,14\n"
-    "hw.memsize: 549755813888\nhw.physicalcpu: 32\nhw.perflevel0.physicalcpu: 24\n"
-    "iogpu.wired_limit_mb: 0\nkern.osproductversion: 26.5.1\n",
-    "ioreg": '+-o AGXAcceleratorG15X  <class AGXAcceleratorG15X>\n    {\n'
-    '      "gpu-core-count" = 80\n      "PerformanceStatistics" = {"In use system memory"=123456,'
-    '"Device Utilization %"=7,"Renderer Utilization %"=6}\n    }\n',
-    "pmset -g": SETTINGS,
-    "pmset -g batt": "Now drawing from 'AC Power'\n",
-    "pmset -g therm": COOL,
-    "memory_pressure": "The system has 549755813888 (33554432 pages with a page size of 16384).\n"
-    "System-wide memory free percentage: 91%\n",
-    "ps": "    1     0   0.1 /sbin/launchd\n  400     1  12.5 /Applications/Big App.app/Big App\n"
-    "  500     1   0.0 python\n  501   500  98.0 /opt/x/bench\n  502   501 50.0 helper\n",
-}  # fmt: skip
-
-
-def answer(*command):
-    return ANSWERS.get(" ".join(command)) or ANSWERS.get(command[0], "")
-
-
-def test_a_mac_is_described_without_names():
-    found = macos.probe(answer)
-    assert found["cpu"] == "Apple M3 Ultra" and found["system"] == "macOS 26.5.1"
-    assert found["memory"] == 512 << 30 and found["gpu_memory"] == 384 << 30
-    assert found["gpu_cores"] == 80 and found["wired_limit_set"] is False
-    assert found["power"] == {"mode": "automatic", "source": "ac"}
-    assert found["thermal"]["throttled"] is False
-
-
-def test_a_mute_mac_is_described_as_unknown():
-    found = macos.probe(lambda *command: "")
-    assert found["cpu"] is None and found["memory"] is None
-    assert found["power"] == {"mode": None, "source": None}
-    assert found["thermal"]["throttled"] is None
-    assert macos.ask("no-such-command-here") == ""
-
-
-@pytest.mark.parametrize(
-    ("text", "throttled", "limit"),
-    [
-        (COOL, False, None),
-        (HOT, True, 62),
-        (COOL + HOT.replace("62", "100"), False, 100),
-        ("", None, None),
-        ("Thermal Warning Level = 1\n", True, None),
-        ("CPU_Scheduler_Limit = 80\nCPU_Speed_Limit = 100\n", True, 100),
-    ],
-)
-def test_heat(text, throttled, limit):
-    found = macos.parse_therm(text)
-    assert (found["throttled"], found["speed_limit"]) == (throttled, limit)
-
-
-@pytest.mark.parametrize(
-    ("settings", "mode"),
-    [
-        (SETTINGS, "automatic"),
-        (SETTINGS.replace("lowpowermode         0", "lowpowermode         1"), "low"),
-        (SETTINGS + " powermode            2\n", "high"),
-        ("nothing", None),
-    ],
-)
-def test_power_modes(settings, mode):
-    assert macos.parse_power(settings, "")["mode"] == mode
-
-
-def test_own_processes_and_their_children_are_no_load():
-    load = macos.parse_processes(ANSWERS["ps"], [500])
-    assert (load.total, load.busiest, load.name) == (0.126, 0.125, "Big App")
-    assert macos.parse_processes(ANSWERS["ps"], []).name == "bench"
-
-
-def test_a_sample_and_what_speaks_against_it():
-    found = macos.sample([500], answer)
-    assert found["gpu_busy"] == 0.07 and found["free_memory"] == 0.91
-    assert macos.objections(found, 0.25) == []
-    assert "most by Big App" in macos.objections(found, 0.1)[0]
-    bad = found | {"thermal": macos.parse_therm(HOT), "power": {"mode": "low", "source": "battery"}}
-    reasons = macos.objections(bad, 1.0)
-    assert len(reasons) == 3 and "throttled to 62 %" in reasons[0]
-
-
-@given(st.integers(8 << 30, 1 << 40), st.integers(1, 1 << 20))
-def test_a_wired_limit_wins(memory, limit):
-    assert macos.working_set(memory, limit) == limit << 20
-    assert macos.working_set(memory, None) == macos.working_set(memory, 0) < memory
 
 
 def test_docs_say_what_was_never_run(root):

@@ -28,12 +28,14 @@ def nvidia() -> Iterator[Finding]:
             "rendered and audited here",
         )
         return
-    yield Finding(True, "gpu", f"{facts['name']}, {gib(facts['memory'])}, driver {facts['driver']}")
-    if state.pids or state.memory_used > driver.IDLE_MEMORY:
+    size = gib(facts["memory"]) if facts["memory"] else "the host's memory"
+    yield Finding(True, "gpu", f"{facts['name']}, {size}, driver {facts['driver']}")
+    used = state.memory_used or 0
+    if state.pids or used > driver.IDLE_MEMORY:
         yield Finding(
             True,
             "gpu's users",
-            f"{len(state.pids)} processes, {gib(state.memory_used)} in use",
+            f"{len(state.pids)} processes, {gib(used)} in use",
             "a measurement waits until they are gone",
         )
     if isinstance(asked, driver.Smi):
@@ -41,7 +43,7 @@ def nvidia() -> Iterator[Finding]:
             True,
             "gpu's watch",
             "nvidia-smi, asked every 2 s during a run",
-            "pip install nvidia-ml-py watches more closely at less cost",
+            "nvidia-ml-py, which requirements.txt locks, watches more closely at less cost",
         )
 
 
@@ -78,11 +80,11 @@ def profiler(params: Path = PARAMS) -> Iterator[Finding]:
 
 def xcode() -> Iterator[Finding]:
     """Metal's profiler comes with Xcode."""
-    found = ask("xcrun", "--find", "xctrace")
+    found = ask("xcrun", "xctrace", "version")
     yield Finding(
         True,
         "xctrace",
-        (found and "found") or "not found",
+        found or "not found",
         ""
         if found
         else "times and scopes work without it; kernel traces of Metal need "

@@ -203,10 +203,17 @@ def _free_memory(backend: str) -> tuple[int, str]:
 
         asked = nvidia.driver()
         (uuid,) = nvidia.in_use(asked)
-        return asked.facts(uuid)["memory"] - asked.state(uuid).memory_used, "the GPU's memory"
+        total, used = asked.facts(uuid)["memory"], asked.state(uuid).memory_used
+        if total is not None and used is not None:
+            return total - used, "the GPU's memory"
     import psutil
 
-    return psutil.virtual_memory().available, "memory"
+    from ..measure.host import device_memory
+
+    free, ceiling = psutil.virtual_memory().available, device_memory(backend)
+    if ceiling is not None and ceiling < free:
+        return ceiling, "the memory that the GPU may use"
+    return free, "memory"
 
 
 def _environment(runtime: Any) -> str | None:

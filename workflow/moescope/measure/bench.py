@@ -4,7 +4,7 @@ import importlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..files import read_json
 from ..runtimes.client import Worker, WorkerDied, WorkerError
 from ..runtimes.environments import Interpreter
 from ..task import Task, ingredients
-from . import admission
+from . import admission, host
 from .prompt import prompt_ids, vocabulary
 
 MANIFEST = "moescope/manifest/1"
@@ -62,8 +62,9 @@ class Bench:
         return {"package": self.packages[arm["runtime"]], "path": str(self.weights)}
 
 
-def open_bench(task: Task, runtimes: list[str], prompt: int) -> Bench:
+def open_bench(task: Task, runtimes: list[str], prompt: int, processes: int = 1) -> Bench:
     """Weights and environments are made again here if they are missing. prompt: its length.
+    processes: how many hold the weights at once, where more do than the memory is asked for anyway.
 
     Raises NotAdmitted, before anything is made, if the checkpoint does not fit into the memory.
     """
@@ -75,7 +76,7 @@ def open_bench(task: Task, runtimes: list[str], prompt: int) -> Bench:
     vocab = vocabulary(read_json(fetch / "config.json"), str(fetch / "config.json"))
     made_of = ingredients(fetch)
     manifest = read_json(fetch / "manifest.json", MANIFEST)
-    _admit(task, manifest["bytes"], read_json(fetch / "config.json"))
+    _admit(task, manifest["bytes"], read_json(fetch / "config.json"), processes)
     weights = materialise.ensure(
         manifest,
         made_of["params"]["source"],
@@ -102,16 +103,20 @@ def open_bench(task: Task, runtimes: list[str], prompt: int) -> Bench:
     )
 
 
-def _admit(task: Task, weights: int, config: dict[str, Any]) -> None:
+def _admit(task: Task, weights: int, config: dict[str, Any], processes: int) -> None:
     import psutil
 
     shape = task.params["shape"]
     decision = admission.admit(
-        admission.predict_from(weights, config, shape["prompt"], shape["generate"]),
+        processes * admission.predict_from(weights, config, shape["prompt"], shape["generate"]),
         psutil.virtual_memory().total,
+        host.device_memory(task.params["machine"]["backend"]),
         cap=task.params.get("memory"),
     )
     if not decision.admitted:
+        if processes > 1:
+            more = f"; rounds.slices above 1 keeps {processes} processes loaded, 1 needs fewer"
+            decision = replace(decision, why=decision.why + more)
         task.say(f"{task.subject}: {decision.why}")
         raise NotAdmitted(decision)
 

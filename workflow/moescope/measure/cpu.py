@@ -7,6 +7,7 @@ and cores, are not ours).
 """
 
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -82,6 +83,9 @@ class CpuProbe:
         self._table = table or read_table
         self._clock = clock
         self._visible = table is not None or _sees_processes()
+        # On a Mac no container hides neighbours, and ps loses what ended between two looks: there
+        # the kernel's total tells how much, the table only who.
+        self._total_decides = sys.platform == "darwin"
         self._at = clock()
         self._last = self._total()
         self._last_own: Table = self._processes({os.getpid()})
@@ -107,7 +111,7 @@ class CpuProbe:
             return self._judged(seconds, upper, steal, "", set())
         foreign, who, compilers = self._foreign(own)
         if self._total_works:
-            foreign = min(foreign, upper)
+            foreign = upper if self._total_decides else min(foreign, upper)
         else:
             foreign *= seconds / self._since_scan_s
         self._since_scan_s = 0.0
@@ -208,11 +212,19 @@ def read_total() -> Total:
 
 def read_table() -> Table:
     """All processes that can be seen."""
+    if sys.platform == "darwin":
+        from . import macos
+
+        rows = macos.processes(macos.ask)
+        return {(row.pid, 0.0): Usage(row.name, row.parent, row.used_s, 0.0) for row in rows}
     return read_processes(int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
 def read_processes(pids: Iterable[int]) -> Table:
-    """The usage of some processes; those that have ended are left out."""
+    """The usage of some processes; those that have ended are left out.
+
+    Not on Linux: with their descendants, since nobody's parent says there what children used.
+    """
     if not sys.platform.startswith("linux"):
         return _read_by_psutil(pids)
     table: Table = {}
@@ -237,19 +249,24 @@ def read_processes(pids: Iterable[int]) -> Table:
 def _read_by_psutil(pids: Iterable[int]) -> Table:
     import psutil
 
-    table: Table = {}
+    found: dict[int, psutil.Process] = {}
     for pid in pids:
         try:
-            process = psutil.Process(pid)
+            root = psutil.Process(pid)
+            found |= {one.pid: one for one in (root, *root.children(recursive=True))}
+        except psutil.Error:
+            continue
+    table: Table = {}
+    for pid, process in found.items():
+        try:
             times, created = process.cpu_times(), process.create_time()
         except psutil.Error:
             continue
-        table[pid, created] = Usage(
-            "",
-            0,
-            times.user + times.system,
-            getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0),
-        )
+        reaped = 0.0
+        if pid == os.getpid():
+            children = resource.getrusage(resource.RUSAGE_CHILDREN)
+            reaped = children.ru_utime + children.ru_stime
+        table[pid, created] = Usage("", 0, times.user + times.system, reaped)
     return table
 
 
@@ -258,7 +275,9 @@ def _growth(before: Table, after: Table, key: tuple[int, float]) -> float:
 
 
 def _sees_processes() -> bool:
-    """Whether other users' processes can be read: not on macOS, not where /proc hides them."""
+    """Whether other users' processes can be read: not where /proc hides them."""
+    if sys.platform == "darwin":
+        return True
     if not sys.platform.startswith("linux"):
         return False
     try:

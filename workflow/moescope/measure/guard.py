@@ -5,6 +5,7 @@ told apart from what we use. So the gate rarely waits: it asks whether the last 
 were quiet, and a run that was watched has just shown it.
 """
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -284,10 +285,14 @@ def locked(
 
 
 def probes(settings: dict[str, Any], backend: str) -> list[Probe]:
-    """The probes of a backend."""
+    """The probes of a backend on this system."""
     found: list[Probe] = [CpuProbe((DEFAULTS | settings)["max_foreign_cpu"])]
     if backend == "cuda":
         from .gpu import GpuProbe
 
         found.append(GpuProbe())
+    if sys.platform == "darwin":
+        from .mac_probe import MacProbe
+
+        found.append(MacProbe())
     return found

@@ -30,28 +30,53 @@ def describe(backend: str) -> dict[str, Any]:
         "memory": psutil.virtual_memory().total,
         "last_level_cache": _cache(),
         "backend": backend,
-        "virtualisation": _virtualisation(system),
+        "virtualisation": _virtualisation(),
         "governor": _read(SYS_CPU / "cpu0/cpufreq/scaling_governor"),
         "turbo": _turbo(),
-        "power_source": _power(system),
+        "power_source": _power(),
         "python": platform.python_version(),
     }
+    if system == "darwin":
+        found |= _mac(backend)
     if backend == "cuda":
         from . import gpu
 
         found["gpu"] = gpu.describe()
-    elif backend == "metal":
-        found["gpu"] = {
-            "name": _ask("sysctl", "-n", "machdep.cpu.brand_string"),
-            "cores": _mac_gpu_cores(),
-            "memory": found["memory"],
-        }
     return {name: value for name, value in found.items() if value not in (None, "")}
+
+
+def device_memory(backend: str) -> int | None:
+    """Bytes that the device may use of the host's memory, None where it has no limit of its own
+    or is not asked for one (CUDA: managed memory may exceed the device's)."""
+    if backend != "metal":
+        return None
+    from . import macos
+
+    return macos.probe(macos.ask)["gpu_memory"]
+
+
+def _mac(backend: str) -> dict[str, Any]:
+    """What a Mac's own commands say of it. Heat is with the runs: it changes by itself."""
+    from . import macos
+
+    facts = macos.probe(macos.ask)
+    names = ("cpu", "model", "performance_cores", "efficiency_cores", "memory", "power_mode")
+    found = {name: facts[name] for name in names if facts[name] is not None}
+    found["last_level_cache"] = facts["cache"]
+    found["virtualisation"] = "vm" if facts["virtual"] else "none"
+    found["power_source"] = {"ac": "mains"}.get(facts["power_source"], facts["power_source"])
+    if facts["version"]:
+        found["distribution"] = f"macos {facts['version']}"
+    if backend == "metal":
+        gpu = {"name": facts["cpu"], "cores": facts["gpu_cores"], "memory": facts["gpu_memory"],
+               "wired_limit_set": facts["wired_limit_set"]}  # fmt: skip
+        found["gpu"] = {name: value for name, value in gpu.items() if value is not None}
+    return found
 
 
 def _cpu(system: str) -> str:
     if system == "darwin":
-        return _ask("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+        return platform.machine()
     for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
         if line.lower().startswith("model name"):
             return line.split(":", 1)[1].strip()
@@ -76,19 +101,14 @@ def _cache() -> int | None:
     sizes = [_read(path) for path in sorted(SYS_CPU.glob("cpu0/cache/index*/size"))]
     units = {"K": 1 << 10, "M": 1 << 20}
     known = [int(size[:-1]) * units[size[-1]] for size in sizes if size and size[-1] in units]
-    if known:
-        return max(known)
-    size = _ask("sysctl", "-n", "hw.perflevel0.l2cachesize") if platform.mac_ver()[0] else ""
-    return int(size) if size.isdigit() else None
+    return max(known, default=None)
 
 
-def _virtualisation(system: str) -> str:
+def _virtualisation() -> str:
     """One of: vm; container; "vm, container"; none."""
     found = []
     flags = re.search(r"^flags\s*:(.*)$", _read(Path("/proc/cpuinfo")) or "", re.MULTILINE)
-    if (flags and " hypervisor" in flags[1]) or (
-        system == "darwin" and _ask("sysctl", "-n", "kern.hv_vmm_present") == "1"
-    ):
+    if flags and " hypervisor" in flags[1]:
         found.append("vm")
     if any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv")):
         found.append("container")
@@ -103,23 +123,14 @@ def _turbo() -> bool | None:
     return boost == "1" if boost in ("0", "1") else None
 
 
-def _power(system: str) -> str | None:
-    """Mains or battery, with "low power mode" where macOS has it on."""
+def _power() -> str | None:
+    """Mains or battery."""
     import psutil
 
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     if battery is None:
         return None
-    source = "mains" if battery.power_plugged else "battery"
-    if system == "darwin" and re.search(r"^\s*lowpowermode\s+1", _ask("pmset", "-g"), re.MULTILINE):
-        source += ", low power mode"
-    return source
-
-
-def _mac_gpu_cores() -> int | None:
-    shown = _ask("system_profiler", "SPDisplaysDataType")
-    found = re.search(r"Total Number of Cores: (\d+)", shown)
-    return int(found[1]) if found else None
+    return "mains" if battery.power_plugged else "battery"
 
 
 def _read(path: Path) -> str | None:

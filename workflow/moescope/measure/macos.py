@@ -1,16 +1,17 @@
 """A Mac seen from its own commands: chip, memory, heat, power mode, who else computes.
 
-The parsers take a command's output and are pure; ``probe`` and ``sample`` call the commands. None
+The parsers take a command's output and are pure; ``probe`` and ``health`` call the commands. None
 of them needs root. What a command does not say is None, never a default.
 """
 
+import os
 import re
 import subprocess
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-LIMIT_S = 10.0
+# Four commands tell the health; the guard waits 20 s for all of them.
+LIMIT_S = 4.0
 SYSCTL = (
     "machdep.cpu.brand_string",
     "hw.model",
@@ -18,30 +19,41 @@ SYSCTL = (
     "hw.physicalcpu",
     "hw.perflevel0.physicalcpu",
     "hw.perflevel1.physicalcpu",
+    "hw.perflevel0.l2cachesize",
     "iogpu.wired_limit_mb",
+    "kern.hv_vmm_present",
     "kern.osproductversion",
 )
+PROCESSES = ("ps", "-A", "-o", "pid=,ppid=,time=,comm=")
+PRESSURE = "com.apple.system.thermalpressurelevel"
 POWER_MODES = {0: "automatic", 1: "low", 2: "high"}
+# OSThermalNotification.h; from "heavy" on the system slows the chip down.
+PRESSURES = ("nominal", "moderate", "heavy", "trapping", "sleeping")
+SLOWED = ("heavy", "trapping", "sleeping")
 
 Ask = Callable[..., str]
 
 
-@dataclass(frozen=True)
-class Load:
-    """CPU use by others, in cores: all of them, and the busiest with its name."""
+class Process(NamedTuple):
+    """One row of ``ps``: CPU seconds since its start."""
 
-    total: float
-    busiest: float
-    name: str | None
+    pid: int
+    parent: int
+    used_s: float
+    name: str
 
 
 def ask(*command: str) -> str:
-    """A command's output, empty if it is missing, fails or takes too long."""
+    """A command's output, empty if it is missing or takes too long.
+
+    A failed one's too: sysctl says all that it knows and then fails for one unknown name.
+    """
+    env = os.environ | {"LC_ALL": "C"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return done.stdout
 
 
 def parse_sysctl(text: str) -> dict[str, str]:
@@ -100,30 +112,34 @@ def parse_gpu(text: str) -> dict[str, int | None]:
     return {name: int(match[1]) if match else None for name, match in found.items()}
 
 
-def parse_processes(text: str, own: Iterable[int]) -> Load:
-    """``ps -A -o pid=,ppid=,%cpu=,comm=``: the load by processes that neither are ``own`` nor
-    descend from them. Names lose their folders."""
+def parse_pressure(text: str) -> str | None:
+    """``notifyutil -g com.apple.system.thermalpressurelevel``: one of PRESSURES."""
+    match = re.search(rf"{re.escape(PRESSURE)}\s+(\d+)", text)
+    level = int(match[1]) if match else len(PRESSURES)
+    return PRESSURES[level] if level < len(PRESSURES) else None
+
+
+def parse_processes(text: str) -> list[Process]:
+    """``ps -A -o pid=,ppid=,time=,comm=``; names lose their folders. The time is minutes:seconds,
+    with hours and days before them where there are any."""
     rows = []
     for line in text.splitlines():
         parts = line.split(None, 3)
-        if len(parts) == 4:
-            pid, parent, cpu, name = parts
-            rows.append((int(pid), int(parent), float(cpu.replace(",", ".")) / 100, name))
-    ours = set(own)
-    grown = True
-    while grown:
-        more = {pid for pid, parent, _, _ in rows if parent in ours} - ours
-        ours |= more
-        grown = bool(more)
-    others = [(cpu, name.rsplit("/", 1)[-1]) for pid, _, cpu, name in rows if pid not in ours]
-    busiest = max(others, default=(0.0, None))
-    return Load(round(sum(cpu for cpu, _ in others), 4), busiest[0], busiest[1])
+        match = (
+            re.fullmatch(r"(?:(\d+)-)?((?:\d+:)+\d+(?:[.,]\d+)?)", parts[2]) if parts[3:] else None
+        )
+        if match:
+            used = 0.0
+            for part in match[2].split(":"):
+                used = used * 60 + float(part.replace(",", "."))
+            used += int(match[1] or 0) * 86400
+            rows.append(Process(int(parts[0]), int(parts[1]), used, parts[3].rsplit("/", 1)[-1]))
+    return rows
 
 
-def parse_free(text: str) -> float | None:
-    """``memory_pressure -Q``: the share of memory that is free."""
-    match = re.search(r"free percentage:\s*([\d.]+)%", text)
-    return float(match[1]) / 100 if match else None
+def processes(run: Ask = ask) -> list[Process]:
+    """All processes of this Mac, those of other users too."""
+    return parse_processes(run(*PROCESSES))
 
 
 def working_set(memory: int, wired_limit_mb: int | None) -> int:
@@ -135,58 +151,64 @@ def working_set(memory: int, wired_limit_mb: int | None) -> int:
 
 
 def probe(run: Ask = ask) -> dict[str, Any]:
-    """What a record says of this Mac; no host name, no user name."""
+    """What a record says of this Mac: nothing that names it or its user, nothing that changes by
+    itself (heat is in the runs). Sizes in bytes; "gpu_memory" is the ceiling of ``working_set``."""
     values = parse_sysctl(run("sysctl", *SYSCTL))
     memory = _whole(values.get("hw.memsize"))
     wired = _whole(values.get("iogpu.wired_limit_mb"))
+    version = values.get("kern.osproductversion") or run("sw_vers", "-productVersion").strip()
+    power = parse_power(run("pmset", "-g"), run("pmset", "-g", "batt"))
     return {
-        "system": f"macOS {values.get('kern.osproductversion', '')}".strip(),
+        "version": version or None,
         "cpu": values.get("machdep.cpu.brand_string"),
         "model": values.get("hw.model"),
         "cores": _whole(values.get("hw.physicalcpu")),
         "performance_cores": _whole(values.get("hw.perflevel0.physicalcpu")),
+        "efficiency_cores": _whole(values.get("hw.perflevel1.physicalcpu")),
+        "cache": _whole(values.get("hw.perflevel0.l2cachesize")),
+        "virtual": {"0": False, "1": True}.get(values.get("kern.hv_vmm_present", "")),
         "memory": memory,
-        "gpu_cores": parse_gpu(_gpu(run))["cores"],
+        "gpu_cores": parse_gpu(gpu_registry(run))["cores"],
         "gpu_memory": None if memory is None else working_set(memory, wired),
         "wired_limit_set": bool(wired),
-        "power": parse_power(run("pmset", "-g"), run("pmset", "-g", "batt")),
-        "thermal": parse_therm(run("pmset", "-g", "therm")),
+        "power_mode": power["mode"],
+        "power_source": power["source"],
     }
 
 
-def sample(own: Iterable[int], run: Ask = ask) -> dict[str, Any]:
-    """One look at the host, for the guard: foreign load in cores, GPU use, heat, power, memory."""
-    load = parse_processes(run("ps", "-A", "-o", "pid=,ppid=,%cpu=,comm="), own)
-    gpu = parse_gpu(_gpu(run))
+def health(run: Ask = ask) -> dict[str, Any]:
+    """What may slow the chip now: {"thermal": as parse_therm, with "pressure"; "power": as
+    parse_power}."""
+    pressure = parse_pressure(run("notifyutil", "-g", PRESSURE))
     return {
-        "foreign_cpu": load.total,
-        "busiest": load.name,
-        "busiest_cpu": load.busiest,
-        "gpu_busy": None if gpu["busy_percent"] is None else gpu["busy_percent"] / 100,
-        "free_memory": parse_free(run("memory_pressure", "-Q")),
-        "thermal": parse_therm(run("pmset", "-g", "therm")),
+        "thermal": parse_therm(run("pmset", "-g", "therm")) | {"pressure": pressure},
         "power": parse_power(run("pmset", "-g"), run("pmset", "-g", "batt")),
     }
 
 
-def objections(found: dict[str, Any], max_foreign_cpu: float) -> list[str]:
-    """Why a run must not start, or was disturbed, by one sample; empty if it may."""
+def objections(found: dict[str, Any]) -> list[str]:
+    """Why a run must not start, or was disturbed, by ``health``; empty if it may."""
     reasons = []
-    if found["foreign_cpu"] > max_foreign_cpu:
-        reasons.append(
-            f"{found['foreign_cpu']:.2f} cores are used by others (most by {found['busiest']})"
-        )
-    if found["thermal"]["throttled"]:
-        limit = found["thermal"]["speed_limit"]
-        reasons.append("the chip is throttled" + (f" to {limit} %" if limit else ""))
-    if found["power"]["mode"] == "low":
+    thermal, power = found["thermal"], found["power"]
+    if thermal["throttled"] or thermal["pressure"] in SLOWED:
+        by = [f"thermal pressure {thermal['pressure']}"] if thermal["pressure"] in SLOWED else []
+        by += [f"speed limit {thermal['speed_limit']} %"] if thermal["speed_limit"] else []
+        reasons.append("the chip is throttled" + (f" ({', '.join(by)})" if by else ""))
+    if power["mode"] == "low":
         reasons.append("Low Power Mode is on; switch it off (sudo pmset -a lowpowermode 0)")
-    if found["power"]["source"] == "battery":
+    if power["source"] == "battery":
         reasons.append("the Mac runs on its battery; connect it")
     return reasons
 
 
-def _gpu(run: Ask) -> str:
+def gpu_busy(run: Ask = ask) -> float | None:
+    """The share of time in which anybody used the GPU."""
+    busy = parse_gpu(gpu_registry(run))["busy_percent"]
+    return None if busy is None else busy / 100
+
+
+def gpu_registry(run: Ask = ask) -> str:
+    """The GPU in the registry of devices."""
     return run("ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator")
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,15 @@ class Process:
     def wait(self, limit: float) -> Ended:
         """Wait for the end, ``limit`` seconds at most; then the group is killed."""
         popen, deadline = self._popen, time.monotonic() + limit
-        timed_out = not _wait(popen, deadline)
-        if timed_out:
-            self.kill()
-        usage = None
+        usage, timed_out = None, False
         if popen.returncode is None:
-            # The same as popen.wait(), with the memory that the process used.
+            # The same as popen.wait(limit), with the memory that the process used.
             with contextlib.suppress(ChildProcessError):
-                _, code, usage = os.wait4(popen.pid, 0)
+                code, usage = _ended(popen, deadline)
+                timed_out = usage is None
+                if timed_out:
+                    self.kill()
+                    _, code, usage = os.wait4(popen.pid, 0)
                 popen.returncode = os.waitstatus_to_exitcode(code)
         seconds = time.perf_counter() - self._start
         self.kill()
@@ -146,8 +147,9 @@ def run(
         return Ended(None, False, 0.0, None, "", f"{argv[0]}: {error.strerror}")
 
 
-def _wait(popen: subprocess.Popen[bytes], deadline: float) -> bool:
-    """Whether the process ended before the deadline; it is not reaped."""
+def _ended(popen: subprocess.Popen[bytes], deadline: float) -> tuple[int, Any]:
+    """The wait status and resource usage of a process that ended before the deadline, else
+    (0, None)."""
     opener: Callable[[int], int] | None = getattr(os, "pidfd_open", None)
     handle = None
     with contextlib.suppress(OSError):
@@ -155,14 +157,20 @@ def _wait(popen: subprocess.Popen[bytes], deadline: float) -> bool:
     if handle is not None:
         try:
             left = max(0.0, deadline - time.monotonic())
-            return bool(select.select([handle], [], [], left)[0])
+            if not select.select([handle], [], [], left)[0]:
+                return 0, None
+            _, code, usage = os.wait4(popen.pid, 0)
+            return code, usage
         finally:
             os.close(handle)
-    while os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+    # No such handle on macOS (nor os.waitid before Python 3.13).
+    while True:
+        pid, code, usage = os.wait4(popen.pid, os.WNOHANG)
+        if pid:
+            return code, usage
         if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+            return 0, None
+        time.sleep(0.01)
 
 
 def _read(file: IO[bytes]) -> str:
