@@ -2,11 +2,14 @@
 
 import dataclasses
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from moescope.errors import UserError
 from moescope.measure import gpu, host
+from moescope.measure import guard as guards
 from moescope.measure.gpu import GpuProbe, GpuReading, Smi, State, in_use
 
 IDLE = State(frozenset(), 600 << 20, 0.0, 345, 2619, 30, 75.0, 0x1)
@@ -175,7 +178,7 @@ def test_nvidia_smi_is_read(smi, monkeypatch):
     assert asked.state("GPU-aaa") == expected
     monkeypatch.setenv("OLD_DRIVER", "1")
     old = Smi().state("GPU-aaa")
-    assert (old.reasons, old.power_w, old.sm_mhz) == (0, 0.0, 1755)
+    assert (old.reasons, old.power_w, old.sm_mhz) == (0, None, 1755)
 
 
 def test_a_driver_that_fails_or_hangs_is_an_error_not_an_idle_gpu(smi, monkeypatch):
@@ -187,8 +190,88 @@ def test_a_driver_that_fails_or_hangs_is_an_error_not_an_idle_gpu(smi, monkeypat
     with pytest.raises(UserError, match="does not answer"):
         Smi().uuids()
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match="neither"):
+    with pytest.raises(UserError, match="no NVIDIA driver answers"):
         Smi()
+
+
+class Nvml:
+    """pynvml of a GPU that shares the host's memory, as on a GB10; lost: it fell off the bus."""
+
+    class NVMLError(Exception):
+        pass
+
+    class NVMLError_NotSupported(NVMLError):
+        pass
+
+    class NVMLError_NoPermission(NVMLError):
+        pass
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+
+    def __init__(self, lost=False, driver=True):
+        self.lost, self.driver = lost, driver
+
+    def nvmlInit(self):
+        if not self.driver:
+            raise self.NVMLError("NVML Shared Library Not Found")
+
+    def __getattr__(self, name):
+        answers = {
+            "nvmlDeviceGetCount": 1,
+            "nvmlDeviceGetHandleByIndex": "handle",
+            "nvmlDeviceGetHandleByUUID": "handle",
+            "nvmlDeviceGetUUID": b"GPU-aaa",
+            "nvmlDeviceGetName": "NVIDIA GB10",
+            "nvmlSystemGetDriverVersion": "580.95.05",
+            "nvmlDeviceGetCudaComputeCapability": (12, 1),
+            "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=3),
+            "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=7)],
+            "nvmlDeviceGetClockInfo": {1: 2418},
+            "nvmlDeviceGetMaxClockInfo": {1: 3003},
+            "nvmlDeviceGetTemperature": 41,
+            "nvmlDeviceGetPowerUsage": 11_530,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": 0x21,
+        }
+
+        def answer(*of):
+            if self.lost and of:
+                raise self.NVMLError("GPU is lost")
+            found = answers.get(name)
+            found = found.get(of[-1]) if isinstance(found, dict) else found
+            if found is None:
+                raise self.NVMLError_NotSupported("Not Supported")
+            return found
+
+        return answer
+
+
+def test_what_a_gpu_does_not_tell_is_unknown_not_zero(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    asked = gpu.driver()
+    assert isinstance(asked, gpu.Nvml) and asked.uuids() == ["GPU-aaa"]
+    state = asked.state("GPU-aaa")
+    assert state == State(frozenset({7}), None, 0.03, 2418, None, 41, 11.5, 0x21)
+    found = host.describe("cuda")["gpu"]
+    assert found["name"] == "NVIDIA GB10" and found["max_sm_mhz"] == 3003
+    assert "memory" not in found and "power_limit_w" not in found
+    probe = GpuProbe(asked)
+    summary = GpuProbe.summary([probe.read({7}, True)])["gpu"]
+    assert summary["memory_used"] is None and summary["memory_mhz"] is None
+    assert summary["sm_mhz"] == [2418, 2418]
+    assert probe.read({7}, True).why == "GPU slowed: software thermal slowdown"
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(lost=True))
+    with pytest.raises(UserError, match="NVML does not answer: GPU is lost"):
+        gpu.Nvml().state("GPU-aaa")
+
+
+def test_without_a_driver_the_library_alone_is_no_gpu(smi, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(driver=False))
+    assert isinstance(gpu.driver(), Smi)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match="NVML does not start and nvidia-smi is not in PATH"):
+        gpu.driver()
+    assert [probe.name for probe in guards.probes({}, "cpu")] == ["cpu"]
+    assert "gpu" not in host.describe("cpu")
 
 
 def test_the_host_names_its_gpu_without_its_serial(smi, monkeypatch):

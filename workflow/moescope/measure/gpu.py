@@ -33,15 +33,19 @@ REASONS = (
 
 @dataclass(frozen=True)
 class State:
-    """A GPU at one moment: pids with contexts, bytes, a share, MHz, degrees Celsius, watts."""
+    """A GPU at one moment: pids with contexts, bytes, a share, MHz, degrees Celsius, watts.
+
+    None is what the GPU does not tell: one that shares the host's memory (GB10) has none of its
+    own, and no clock for it.
+    """
 
     pids: frozenset[int]
-    memory_used: int
-    utilisation: float
-    sm_mhz: int
-    memory_mhz: int
-    temperature_c: int
-    power_w: float
+    memory_used: int | None
+    utilisation: float | None
+    sm_mhz: int | None
+    memory_mhz: int | None
+    temperature_c: int | None
+    power_w: float | None
     reasons: int
 
 
@@ -72,48 +76,60 @@ class Nvml:
             raise UserError(f"NVML does not start: {error}") from None
 
     def uuids(self) -> list[str]:
-        return [
-            _text(self._nvml.nvmlDeviceGetUUID(self._nvml.nvmlDeviceGetHandleByIndex(i)))
-            for i in range(self._nvml.nvmlDeviceGetCount())
-        ]
+        nvml = self._nvml
+        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(self._asked(nvml.nvmlDeviceGetCount)))
+        return [_text(self._asked(nvml.nvmlDeviceGetUUID, handle)) for handle in handles]
 
     def facts(self, uuid: str) -> dict[str, Any]:
         nvml, device = self._nvml, self._device(uuid)
-        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(device)
+        major, minor = self._asked(nvml.nvmlDeviceGetCudaComputeCapability, device)
+        memory = self._asked(nvml.nvmlDeviceGetMemoryInfo, device)
+        limit = self._asked(nvml.nvmlDeviceGetEnforcedPowerLimit, device)
         return {
-            "name": _text(nvml.nvmlDeviceGetName(device)),
-            "driver": _text(nvml.nvmlSystemGetDriverVersion()),
+            "name": _text(self._asked(nvml.nvmlDeviceGetName, device)),
+            "driver": _text(self._asked(nvml.nvmlSystemGetDriverVersion)),
             "compute_capability": f"{major}.{minor}",
-            "memory": nvml.nvmlDeviceGetMemoryInfo(device).total,
-            "max_sm_mhz": nvml.nvmlDeviceGetMaxClockInfo(device, nvml.NVML_CLOCK_SM),
-            "max_memory_mhz": nvml.nvmlDeviceGetMaxClockInfo(device, nvml.NVML_CLOCK_MEM),
-            "power_limit_w": self._asked(nvml.nvmlDeviceGetEnforcedPowerLimit, device, 1e-3),
+            "memory": memory and memory.total,
+            "max_sm_mhz": self._asked(nvml.nvmlDeviceGetMaxClockInfo, device, nvml.NVML_CLOCK_SM),
+            "max_memory_mhz": self._asked(
+                nvml.nvmlDeviceGetMaxClockInfo, device, nvml.NVML_CLOCK_MEM
+            ),
+            "power_limit_w": limit and round(limit / 1e3, 1),
         }
 
     def state(self, uuid: str) -> State:
         nvml, device = self._nvml, self._device(uuid)
+        memory = self._asked(nvml.nvmlDeviceGetMemoryInfo, device)
+        processes = self._asked(nvml.nvmlDeviceGetComputeRunningProcesses, device)
+        rates = self._asked(nvml.nvmlDeviceGetUtilizationRates, device)
+        power = self._asked(nvml.nvmlDeviceGetPowerUsage, device)
         return State(
-            frozenset(one.pid for one in nvml.nvmlDeviceGetComputeRunningProcesses(device)),
-            nvml.nvmlDeviceGetMemoryInfo(device).used,
-            nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100,
-            nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM),
-            nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_MEM),
-            nvml.nvmlDeviceGetTemperature(device, nvml.NVML_TEMPERATURE_GPU),
-            self._asked(nvml.nvmlDeviceGetPowerUsage, device, 1e-3) or 0.0,
-            nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device),
+            frozenset(one.pid for one in processes or ()),
+            memory and memory.used,
+            rates and rates.gpu / 100,
+            self._asked(nvml.nvmlDeviceGetClockInfo, device, nvml.NVML_CLOCK_SM),
+            self._asked(nvml.nvmlDeviceGetClockInfo, device, nvml.NVML_CLOCK_MEM),
+            self._asked(nvml.nvmlDeviceGetTemperature, device, nvml.NVML_TEMPERATURE_GPU),
+            power and round(power / 1e3, 1),
+            self._asked(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, device) or 0,
         )
 
     def _device(self, uuid: str) -> Any:
+        by_uuid = self._nvml.nvmlDeviceGetHandleByUUID
         try:
-            return self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+            return self._asked(by_uuid, uuid)
         except TypeError:  # releases that want bytes
-            return self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+            return self._asked(by_uuid, uuid.encode())
 
-    def _asked(self, question: Any, device: Any, scale: float) -> float | None:
+    def _asked(self, question: Any, *of: Any) -> Any:
+        """The answer; None for what this GPU does not have or does not tell us."""
+        nvml = self._nvml
         try:
-            return round(question(device) * scale, 1)
-        except self._nvml.NVMLError:
+            return question(*of)
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission):
             return None
+        except nvml.NVMLError as error:
+            raise UserError(f"NVML does not answer: {error}") from None
 
 
 class Smi:
@@ -123,7 +139,9 @@ class Smi:
 
     def __init__(self):
         if shutil.which("nvidia-smi") is None:
-            raise UserError("neither nvidia-ml-py nor nvidia-smi is there to see the GPU with")
+            raise UserError(
+                "no NVIDIA driver answers: NVML does not start and nvidia-smi is not in PATH"
+            )
         self._reasons = "clocks_event_reasons.active"
 
     def uuids(self) -> list[str]:
@@ -136,9 +154,9 @@ class Smi:
             "name": row[0],
             "driver": row[1],
             "compute_capability": row[2],
-            "memory": round(_number(row[3]) * 2**20),
-            "max_sm_mhz": round(_number(row[4])),
-            "max_memory_mhz": round(_number(row[5])),
+            "memory": _whole(row[3], 2**20),
+            "max_sm_mhz": _whole(row[4]),
+            "max_memory_mhz": _whole(row[5]),
             "power_limit_w": _number(row[6]),
         }
 
@@ -153,11 +171,11 @@ class Smi:
         pids = [row[0] for row in self._query("--query-compute-apps=pid", uuid)]
         return State(
             frozenset(int(pid) for pid in pids if pid.isdigit()),
-            round(_number(row[0]) * 2**20),
-            _number(row[1]) / 100,
-            round(_number(row[2])),
-            round(_number(row[3])),
-            round(_number(row[4])),
+            _whole(row[0], 2**20),
+            None if _number(row[1]) is None else _number(row[1]) / 100,
+            _whole(row[2]),
+            _whole(row[3]),
+            _whole(row[4]),
             _number(row[5]),
             int(row[6], 16) if row[6].startswith("0x") else 0,
         )
@@ -205,7 +223,8 @@ def in_use(asked: Driver | None = None) -> list[str]:
 def describe() -> dict[str, Any]:
     """The GPU in use, for environment.json: no serial number, no UUID."""
     asked = driver()
-    return asked.facts(in_use(asked)[0]) | {"asked_by": type(asked).__name__.lower()}
+    facts = asked.facts(in_use(asked)[0]) | {"asked_by": type(asked).__name__.lower()}
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -264,9 +283,9 @@ class GpuProbe:
             return f"{len(foreign)} other processes on the GPU"
         if self._settled or state.pids:
             return None
-        if state.memory_used > IDLE_MEMORY:
+        if (state.memory_used or 0) > IDLE_MEMORY:
             return "GPU memory held by no visible process"
-        if state.utilisation > IDLE_UTILISATION:
+        if (state.utilisation or 0) > IDLE_UTILISATION:
             return "GPU in use"
         return None
 
@@ -279,17 +298,22 @@ class GpuProbe:
         bits = 0
         for state in states:
             bits |= state.reasons
+
+        def seen(name: str) -> list[Any]:
+            return [value for s in states if (value := getattr(s, name)) is not None]
+
+        def ends(name: str) -> list[int] | None:
+            return [min(seen(name)), max(seen(name))] if seen(name) else None
+
+        used = seen("utilisation")
         return {
             "gpu": {
-                "sm_mhz": [min(s.sm_mhz for s in states), max(s.sm_mhz for s in states)],
-                "memory_mhz": [
-                    min(s.memory_mhz for s in states),
-                    max(s.memory_mhz for s in states),
-                ],
-                "temperature_c": max(s.temperature_c for s in states),
-                "power_w": max(s.power_w for s in states),
-                "utilisation": round(sum(s.utilisation for s in states) / len(states), 3),
-                "memory_used": max(s.memory_used for s in states),
+                "sm_mhz": ends("sm_mhz"),
+                "memory_mhz": ends("memory_mhz"),
+                "temperature_c": max(seen("temperature_c"), default=None),
+                "power_w": max(seen("power_w"), default=None),
+                "utilisation": round(sum(used) / len(used), 3) if used else None,
+                "memory_used": max(seen("memory_used"), default=None),
                 "reasons": [name for bit, name, _ in REASONS if bits & bit],
             }
         }
@@ -299,8 +323,13 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _number(text: str) -> float:
+def _number(text: str) -> float | None:
     try:
         return float(text)
-    except ValueError:  # "[N/A]"
-        return 0.0
+    except ValueError:  # "[N/A]", "[Not Supported]"
+        return None
+
+
+def _whole(text: str, scale: int = 1) -> int | None:
+    found = _number(text)
+    return None if found is None else round(found * scale)
