@@ -211,11 +211,11 @@ def test_a_checkpoint_beyond_the_gpus_ceiling_is_not_admitted(mac, monkeypatch):
     params = {"shape": {"prompt": 512, "generate": 128}, "machine": {"backend": "metal"}}
     task = SimpleNamespace(params=params, subject="big", say=said.append)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=512 << 30))
-    bench._admit(task, 300 << 30, {})
+    bench._admit(task, 300 << 30, {}, 1)
     with pytest.raises(bench.NotAdmitted, match=r"326.4 GiB are allowed .* device's 384.0 GiB"):
-        bench._admit(task, 350 << 30, {})
+        bench._admit(task, 350 << 30, {}, 1)
     params["machine"]["backend"] = "cpu"
-    bench._admit(task, 350 << 30, {})
+    bench._admit(task, 350 << 30, {}, 1)
 
 
 # The guard.
