@@ -57,38 +57,69 @@ class Fake:
         }
 
     def decode(self, prompt, tokens, patches=()):
+        run = self.begin(patches)
+        start = time.perf_counter()
+        made = tokens - 1 if str(run) in setting("SHORT_AT").split(",") else tokens
+        steps = [self.step(run, patches) for _ in range(made - 1)]
+        return self.result(run, prompt, made, steps, time.perf_counter() - start)
+
+    def sliced(self, step, prompt=None, tokens=0, slices=None, patches=()):
+        if step == "start":
+            self.held = (self.begin(patches), prompt, tokens, patches)
+            self.left, self.steps, self.count = list(slices), [], len(slices)
+            return {"tokens": 1}
+        run, prompt, tokens, patches = self.held
+        if step == "more":
+            die = setting("DIE_IN_SLICE")
+            if die and (run, self.count - len(self.left)) == tuple(map(int, die.split("."))):
+                os.kill(os.getpid(), signal.SIGKILL)
+            steps = [self.step(run, patches) for _ in range(self.left.pop(0))]
+            self.steps += steps[1:]
+            return {"tokens": 1}
+        assert step == "end" and not self.left
+        result = self.result(run, prompt, tokens, self.steps, sum(self.steps))
+        return result | {"slices": self.count}
+
+    def begin(self, patches):
         self.check(patches)
         run, self.runs = self.runs, self.runs + 1
         die = setting("DIE_AT")
         if die and run == int(die):
-            os.kill(os.getpid(), signal.SIGKILL)
+            print(setting("LAST_WORDS"), file=sys.stderr, flush=True)
+            os.kill(os.getpid(), getattr(signal, setting("DIE_OF", "SIGKILL")))
+        refuse = setting("REFUSE_AT")
+        if refuse and run == int(refuse):
+            raise Refused("failed", "a library gave up in /home/ada/lib/model.py")
+        if run == 0:
+            time.sleep(float(setting("FIRST_S", "0")))
         marker = setting("MARK")
         if marker:
             with open(marker, "a") as file:
                 file.write(f"{setting('ARM')} {run}\n")
-        made = tokens - 1 if str(run) in setting("SHORT_AT").split(",") else tokens
+        return run
+
+    def step(self, run, patches):
         each = float(setting("TOKEN_S", "0.002")) * (2 if "slow" in patches else 1)
         each *= 1 + float(setting("DRIFT", "0")) * run
-        start = time.perf_counter()
-        steps = []
-        for _ in range(made - 1):
-            begin = time.perf_counter()
-            while time.perf_counter() < begin + each:
-                time.sleep(each / 4)
-            steps.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        while time.perf_counter() < begin + each:
+            time.sleep(each / 4)
+        return time.perf_counter() - begin
+
+    def result(self, run, prompt, made, steps, decode_s):
         ids = [self.token(prompt, i, run) for i in range(made)]
         if setting("LOOP"):
             ids = [7, 8] * made
             ids = ids[:made]
-        decode_s = time.perf_counter() - start
         return {
             "prompt_tokens": len(prompt),
             "generated_tokens": made,
             "prefill_s": 0.01,
             "decode_s": decode_s,
-            "forwards": made - 1,
+            "forwards": len(steps),
             "token_s": steps,
             "build_s": decode_s / 10,
+            "cpu_s": decode_s / 2,
             "tokens": ids,
             "tokens_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
             "finite": str(run) not in setting("NAN_AT").split(","),

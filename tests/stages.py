@@ -32,13 +32,13 @@ GUARD = {
 MACHINE = {"name": "test", "backend": "cpu"}
 
 
-def arm(name: str, role: str, patches: list[str] | None = None, **env: str) -> dict[str, Any]:
+def arm(name: str, role: str, patches: list[str] | None = None, **env: Any) -> dict[str, Any]:
     """An arm; its FAKE_ variables are given without the prefix, in any case."""
     return {
         "name": name,
         "runtime": "vlm",
         "role": role,
-        "env": {f"FAKE_{key.upper()}": value for key, value in env.items()},
+        "env": {f"FAKE_{key.upper()}": str(value) for key, value in env.items()},
         "patches": patches or [],
     }
 

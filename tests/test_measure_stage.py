@@ -206,25 +206,9 @@ def test_arms_that_cannot_run_here_are_absent_not_errors(tmp_path):
     assert environment["unsupported"] == {"other": "mlx-vlm does not load it"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"refuse_load": "unsupported"}, "arm ref: the reference cannot run here, unsupported"),
-        ({"refuse_load": "failed"}, "arm ref: failed: mlx-vlm does not load it"),
-        ({"die_at": "2"}, r"arm ref: decode: the worker ended with 137.*memory is not enough"),
-        ({"die_early": "1"}, r"arm ref: start: .*no module named mlx.*work/logs/measure.tiny.k0"),
-    ],
-)
-def test_a_broken_reference_ends_the_stage_in_words(tmp_path, settings, message):
-    arms = (stages.arm("ref", "reference", **settings), stages.arm("again", "null"))
-    with pytest.raises(UserError, match=message):
-        measure(tmp_path, arms)
-
-
 def test_no_worker_is_left(tmp_path):
     arms = (stages.arm("ref", "reference", die_at="2"), stages.arm("again", "null"))
-    with pytest.raises(UserError):
-        measure(tmp_path, arms)
+    measure(tmp_path, arms)
     assert not [child for child in psutil.Process().children() if child.status() != "zombie"]
 
 

@@ -197,9 +197,10 @@ def _deciding(kind: str, text: str) -> str:
     patterns = [pattern for known, pattern in SIGNS if known == kind]
     for line in lines:
         if any(re.search(pattern, line, re.IGNORECASE) for pattern in patterns):
-            return _scrub(line)
-    return _scrub(lines[-1]) if lines else ""
+            return scrub(line)
+    return scrub(lines[-1]) if lines else ""
 
 
-def _scrub(line: str) -> str:
+def scrub(line: str) -> str:
+    """Paths cut to their last part, 300 characters at most."""
     return re.sub(r"(?:/[\w.@+-]+)+/([\w.@+-]+)", r"\1", line)[:300]

@@ -48,6 +48,7 @@ def run(task: Task) -> None:
         "starts": head["starts"],
         "not_applicable": {},
         "unsupported": {},
+        "failed": head.get("failed", {}),
         "interrupted": f"after {len(rounds)} of {wanted} rounds",
     }
     write_json(task.out / "environment.json", environment)

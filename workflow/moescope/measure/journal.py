@@ -19,6 +19,7 @@ class Journal:
     def __init__(self, folder: Path, host: dict[str, Any]):
         self.folder, self.host = folder, host
         self.starts = 0
+        self.failed: dict[str, dict[str, str]] = {}  # arm -> {"kind", "why"}
 
     def open(self) -> dict[int, dict[str, list[Any]]]:
         """Round number -> {"runs": rows, "guard": lines} of what was finished before.
@@ -30,8 +31,8 @@ class Journal:
         if found is None or found["host"] != self.host:
             shutil.rmtree(self.folder, ignore_errors=True)
             found = {"schema": SCHEMA, "host": self.host, "starts": 0}
-        self.starts = found["starts"] = found["starts"] + 1
-        write_json(head, found)
+        self.starts, self.failed = found["starts"] + 1, found.get("failed", {})
+        self._head()
         rounds = [read_json(path, SCHEMA) for path in sorted(self.folder.glob("round-*.json"))]
         return {
             entry["round"]: {"runs": entry["runs"], "guard": entry["guard"]} for entry in rounds
@@ -42,6 +43,15 @@ class Journal:
         entry = {"schema": SCHEMA, "round": number, "runs": runs, "guard": guard}
         write_json(self.folder / f"round-{number:03}.json", entry)
 
+    def fail(self, arm: str, failure: dict[str, str]) -> None:
+        """An arm has failed; a later start does not try it again."""
+        self.failed[arm] = failure
+        self._head()
+
     def clear(self) -> None:
         """The measurement is complete."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _head(self) -> None:
+        found = {"host": self.host, "starts": self.starts, "failed": self.failed}
+        write_json(self.folder / "journal.json", {"schema": SCHEMA, **found})

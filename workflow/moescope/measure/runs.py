@@ -25,6 +25,8 @@ KEPT = (
 )
 # What only some runtimes report.
 ALSO_KEPT = (
+    "cpu_s",
+    "slices",
     "load_s",
     "paths",
     "phases",
@@ -38,7 +40,16 @@ ALSO_KEPT = (
 
 def run_id(number: int, arm: str, attempt: int) -> str:
     """For example "r03-vlm-null", or "r03-vlm-null-try2" for its second attempt."""
-    return f"r{number:02}-{arm}" + (f"-try{attempt}" if attempt > 1 else "")
+    return f"r{number:02}-{arm}" + _again(attempt)
+
+
+def round_id(number: int, attempt: int) -> str:
+    """The same for a sliced round, which all its arms are tried in again: "r03", "r03-try2"."""
+    return f"r{number:02}" + _again(attempt)
+
+
+def _again(attempt: int) -> str:
+    return f"-try{attempt}" if attempt > 1 else ""
 
 
 def write_runs(path: Path, rows: list[dict[str, Any]]) -> None:

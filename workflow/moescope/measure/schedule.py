@@ -12,13 +12,29 @@ def order(arms: list[str], number: int) -> list[str]:
     return arms[start:] + arms[:start]
 
 
-def processes(arms: dict[str, dict[str, Any]]) -> list[list[str]]:
+def parts(tokens: int, slices: int) -> list[int]:
+    """Sizes of the slices of a pass of ``tokens`` tokens, whose first belongs to the prefill; they
+    differ by one at most, the larger ones first."""
+    each, more = divmod(tokens - 1, slices)
+    return [each + 1] * more + [each] * (slices - more)
+
+
+def turns(arms: list[str], number: int, slices: int) -> list[list[str]]:
+    """Who decodes when in a sliced round: one list of all arms a slice, each starting one arm later
+    than the one before; the first starts as round ``number`` does."""
+    return [order(arms, number + turn) for turn in range(slices)]
+
+
+def processes(arms: dict[str, dict[str, Any]], apart: bool = False) -> list[list[str]]:
     """The arms that share a worker process, in the order of their first arm.
 
     Arms of one runtime with the same variables share one: their patches are put in and taken out
     with each run. The null arm has its own, or its spread would not hold what differs between
-    two processes.
+    two processes. ``apart``: each arm has its own, as it must where a run can be paused, since its
+    patches stay in the model meanwhile.
     """
+    if apart:
+        return [[name] for name in arms]
     groups: dict[tuple, list[str]] = {}
     for name, arm in arms.items():
         variables = tuple(sorted(arm.get("env", {}).items()))

@@ -10,9 +10,10 @@ TOLERANCE, TOLERANCE_S = 0.05, 0.002
 def void(result: dict[str, Any], shape: dict[str, int]) -> str | None:
     """Why a worker's decode result must not be used, or None.
 
-    shape: {"prompt", "generate"} in tokens. All forwards but the prefill's are timed. A command
-    shows less than a worker does: None for ``finite`` and ``token_s`` is "not seen", and it may
-    time the prefill's token too (its ``forwards`` say so).
+    shape: {"prompt", "generate"} in tokens. All forwards but the prefill's are timed, and in a pass
+    that was cut into ``slices`` not the first of each. A command shows less than a worker does:
+    None for ``finite`` and ``token_s`` is "not seen", and it may time the prefill's token too (its
+    ``forwards`` say so).
     """
     prompt, generate = shape["prompt"], shape["generate"]
     if result["prompt_tokens"] != prompt:
@@ -22,9 +23,10 @@ def void(result: dict[str, Any], shape: dict[str, int]) -> str | None:
     if result["finite"] is False:
         return "NaN or Inf in the logits"
     intervals = result["token_s"]
-    most = generate - 1 if intervals is not None else generate
-    if not generate - 1 <= result["forwards"] <= most:
-        return f"{result['forwards']} forwards timed, not {generate - 1}"
+    least = generate - 1 - result.get("slices", 0)
+    most = least if intervals is not None else generate
+    if not least <= result["forwards"] <= most:
+        return f"{result['forwards']} forwards timed, not {least}"
     if intervals is not None and len(intervals) != result["forwards"]:
         return f"{len(intervals)} intervals for {result['forwards']} forwards"
     times = {"prefill_s": result["prefill_s"], "decode_s": result["decode_s"]}

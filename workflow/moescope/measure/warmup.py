@@ -9,6 +9,7 @@ from ..runtimes.client import WorkerError
 from ..task import Task
 from . import bench as benches
 from . import guard as guards
+from .failing import failure, told
 
 SCHEMA = "moescope/warmup/1"
 LOCK_LIMIT_S = 3600.0
@@ -18,7 +19,8 @@ def run(task: Task) -> None:
     """Writes warmup.json (moescope/warmup/1): load and two passes, in a process of their own.
 
     first_use_s is what the first pass took longer than the second: compilation, first touches. A
-    runtime that does not know the model is no error: then "unsupported" says so instead.
+    runtime that does not know the model is no error: then "unsupported" says so instead. Neither is
+    an arm that dies or fails: then "failed" has its kind and why; the measure stage tries it again.
     """
     params = task.params
     arm, shape = params["arm"], params["shape"]
@@ -29,17 +31,16 @@ def run(task: Task) -> None:
         return
     caches = cache_folders(bench.variables(arm))
     what = f"warmup {task.subject}"
-    with (
-        guards.locked(what, params["machine"]["backend"], LOCK_LIMIT_S, task.say),
-        benches.explained(arm["name"], bench, task),
-    ):
+    with guards.locked(what, params["machine"]["backend"], LOCK_LIMIT_S, task.say):
         try:
             found = _first_process(bench, arm, shape)
         except WorkerError as refused:
-            if refused.kind != "unsupported":
-                raise
-            task.say(f"{arm['name']}: unsupported: {refused.message}")
-            found = {"unsupported": refused.message}
+            if refused.kind == "unsupported":
+                found = {"unsupported": refused.message}
+                task.say(f"{arm['name']}: unsupported: {refused.message}")
+            else:
+                found = {"failed": failure(refused)}
+                task.say(f"{arm['name']}: {told(found['failed'])}")
     write_json(task.out / "warmup.json", {"schema": SCHEMA, **found, "cache": cached(caches)})
 
 

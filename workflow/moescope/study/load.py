@@ -112,6 +112,12 @@ def _pattern(pattern: str) -> str:
 def _inconsistencies(study: Study, root: Path) -> list[str]:
     """What the single fields cannot see: names that refer to nothing, two references, ..."""
     lines = []
+    most = (study.shape.generate - 1) // 2
+    if study.rounds.slices > max(most, 1):
+        lines.append(
+            f"rounds.slices: {study.rounds.slices} slices of {study.shape.generate - 1} tokens; a "
+            f"slice has two at least, so {most} are the most"
+        )
     for name, runtime in study.runtimes.items():
         if isinstance(runtime, PythonRuntime):
             lines += _environment(root, runtime.env, f"runtimes.{name}.env")

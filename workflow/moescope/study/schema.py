@@ -10,8 +10,10 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     StringConstraints,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -159,8 +161,17 @@ class Shape(Strict):
 
 
 class Rounds(Strict):
+    """slices: turns that the arms of a round take at decoding, a few tokens each; 1 is whole runs,
+    one arm after the other. The first forward of each slice is not timed."""
+
     count: Annotated[int, Field(ge=3)] = 5
     warmup: Annotated[int, Field(ge=1)] = 1
+    slices: Annotated[int, Field(ge=1)] = 1
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Whole runs are what a study without the key says: its results keep their keys.
+        return {key: value for key, value in dump(self).items() if (key, value) != ("slices", 1)}
 
 
 class Guard(Strict):
