@@ -83,10 +83,10 @@ class Document:
         return path
 
 
-def contents(path, pid=PID):
+def contents(path, pid=PID, how="launched"):
     path.write_text(
         '<?xml version="1.0"?><trace-toc><run number="1"><info><target><process '
-        f'type="launched" return-exit-status="0" name="bench" pid="{pid}"/></target></info>'
+        f'type="{how}" return-exit-status="0" name="bench" pid="{pid}"/></target></info>'
         f'<processes><process name="kernel" pid="0"/><process name="bench" pid="{pid}"/>'
         '</processes><data><table schema="metal-gpu-intervals"/></data></run></trace-toc>'
     )
@@ -97,7 +97,7 @@ BUFFERS, ENCODERS = 4, 2  # a token
 RUN, GAP = 900_000, 100_000  # ns of GPU work and of idleness a command buffer
 
 
-def trace(folder, tokens, second_node=False, process_column=True):
+def trace(folder, tokens, second_node=False, process_column=True, how="launched"):
     """A load on the GPU, a prefill, ``tokens`` equal steps; another process draws."""
     folder.mkdir()
     gpu, host = Document(metal.INTERVALS), Document(metal.SUBMISSIONS)
@@ -183,7 +183,7 @@ def trace(folder, tokens, second_node=False, process_column=True):
     for _ in range(tokens * BUFFERS):
         work(RUN)
     return metal.read(
-        contents(folder / "toc.xml"),
+        contents(folder / "toc.xml", how=how),
         gpu.write(folder / "gpu.xml", second_node),
         host.write(folder / "host.xml", second_node),
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Nsight Systems: commands, exports by the documented schema, differences, terms by order."""
 
+import dataclasses
 import sqlite3
 from pathlib import Path
 
@@ -138,6 +139,39 @@ def test_terms_by_order_are_those_of_the_layer(tmp_path):
     assert step.terms() == pytest.approx(expected, rel=0.05)
 
 
+def test_ranges_tell_what_kernels_of_unknown_names_do(tmp_path, monkeypatch):
+    """Another release calls its kernels otherwise; MLX's ranges around the launches do not change,
+    and the tiled product of the experts is told from a dense one without its grid."""
+    strange = {"qmv_kernel": "tile_a", "qmm_sm80_kernel": "cutlass_tile", "arg_reduce": "pick",
+               "block_sort_kernel": "order", "rms_norm": "scale"}  # fmt: skip
+    plain = nsys.read(Export(tmp_path / "x.sqlite").write(12))
+
+    def renamed(launch, primitive=True):
+        name = next((new for old, new in strange.items() if old in launch.name), launch.name)
+        kept = launch.primitive if primitive else None
+        return dataclasses.replace(launch, name=name, grid=(256, 1, 1), primitive=kept)
+
+    known = dataclasses.replace(plain, launches=[renamed(launch) for launch in plain.launches])
+    step = nsys.decode_step(known)
+    assert [term for _, _, term, _ in step.rows] == [term for _, term in step_kernels()]
+    mute = [renamed(launch, primitive=False) for launch in plain.launches]
+    with pytest.raises(UserError, match="occurs three times"):
+        nsys.decode_step(dataclasses.replace(plain, launches=mute))
+
+
+def test_rows_name_the_primitives_where_ranges_were_recorded(tmp_path):
+    long = nsys.read(Export(tmp_path / "l.sqlite").write(40))
+    short = nsys.read(Export(tmp_path / "s.sqlite").write(20))
+    step = nsys.decode_step(long)
+    rows = nsys.kernel_rows(nsys.difference(long, short, 20), step)
+    found = {(row["kernel"], row["term"]): row["primitives"] for row in rows}
+    assert found[GATHER[0], "expert_gather"] == "GatherQMM"
+    assert found[QMV[0], "router"] == "QuantizedMatmul"
+    mute = dataclasses.replace(step, primitives=(None,) * len(step.rows))
+    rows = nsys.kernel_rows(nsys.difference(long, short, 20), mute)
+    assert {row["primitives"] for row in rows} == {""}
+
+
 def test_dense_layers_and_fused_experts_and_shared_experts():
     dense = ["norm", "matmul", "rope", "attention", "matmul", "elementwise",
              "norm", "matmul", "matmul", "elementwise", "matmul", "elementwise"]  # fmt: skip
@@ -192,6 +226,22 @@ def test_rows_split_a_kernel_over_its_terms(tmp_path):
 )
 def test_kinds_by_name(name, grid, kind):
     assert nsys.kind(name, grid) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "primitive", "kind"),
+    [
+        ("something_new", "GatherMM", "gather"),
+        ("cutlass_80_tile", "GatherQMM", "gather"),
+        (GATHER[0], "QuantizedMatmul", "matmul"),
+        # What a primitive does beside its own kernel keeps its name's kind.
+        ("copy_v<float, float>", "GatherQMM", "copy"),
+        ("custom_kernel_moe_gateup_8", "CustomKernel", "expert_kernel"),
+        ("something_new", "NobodyKnows", "other"),
+    ],
+)
+def test_kinds_by_the_range_around_a_launch(name, primitive, kind):
+    assert nsys.kind(name, (1, 6, 1), primitive) == kind
 
 
 @pytest.mark.parametrize(

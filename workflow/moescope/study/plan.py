@@ -35,6 +35,7 @@ SYNTHETIC_CODE = ("checkpoints.synthetic", "worker.__main__", "worker.layout")
 # A backend's own instruments, named by the trace stage.
 BACKEND_CODE = {
     "cuda": ("trace.cuda", "worker.cupti", "worker.kernels", "worker.bandwidth"),
+    "metal": ("trace.metal_worker",),
 }
 # Commands are built and spoken to by modules of their own, imported by name.
 COMMAND_CODE = {"build": ("runtimes.binary",)}
@@ -221,6 +222,8 @@ class Plan:
             **self._memory(),
         }
         code = self._code_of("measure", arms)
+        if self.study.rounds.slices > 1:
+            code += ("worker.sliced",)
         self._add("measure", checkpoint, params, self._stand(checkpoint, arms) + warm, code)
 
     def _trace(self, checkpoint: str, arm: str) -> None:

@@ -8,6 +8,7 @@ seen from outside; what it costs in wall time is measured.
 
 import csv
 import io
+import os
 import shutil
 import statistics
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from ..errors import UserError
 from ..files import sha256_file, write_json, write_text
 from ..measure import admission
 from ..runtimes import output, process
-from . import metal, nsys
+from . import derived, metal, nsys
 from .nsys import PerToken, Step
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ SHORTER = 8  # tokens of the shorter run; the longer has trace.tokens more, 32 a
 LONGER = 32
 LIMIT_S = 3600.0
 EXPORT_LIMIT_S = 1800.0
+ASK_S = 60.0
 GRAPHS_OFF = {"MLX_USE_CUDA_GRAPHS": "0"}
 UNCLASSIFIED = "unclassified"
 EXPERTS = ("gather", "expert_kernel")
@@ -92,9 +94,15 @@ class Profiled:
         }
 
     def on_metal(self) -> dict[str, Any]:
-        """Returns command buffers, busy and idle GPU time a token."""
+        """Returns command buffers, busy and idle GPU time a token, and kernels that are derived.
+
+        Instruments' own services compute beside the run, so the guard is asked only before it.
+        """
         if shutil.which("xcrun") is None:
             raise NotMeasured("xcrun (Xcode) is not in PATH")
+        program = [shutil.which("xcrun"), "xctrace", "version"]
+        if not process.run(program, os.environ, ASK_S).good:
+            raise NotMeasured("xcrun finds no xctrace: it comes with Xcode, not with its tools")
         plain = self.plain()
         long, short = (self._xctrace(name) for name in ("long", "short"))
         per_token = metal.difference(long, short, self.more)
@@ -104,6 +112,7 @@ class Profiled:
                 "times of single kernels: a Metal System Trace shows command buffers only",
                 *(f"trace: {note}" for note in long.notes),
             ],
+            "derived_dispatches": derived.dispatches(self.context.task.one("fetch")),
             "command_buffers": {
                 **asdict(per_token),
                 "wall_ms": plain,
@@ -141,7 +150,12 @@ class Profiled:
         argv, env = self._command(name, {})
         own = self.worker.tool.invoke["env"] | self.worker.settings
         given = {key: env[key] for key in (*own, "TMPDIR", "HOME", "PATH") if key in env}
-        self._profile(name, metal.record_command(bundle, argv, given, LIMIT_S), env)
+        record = metal.record_command(bundle, argv, given, LIMIT_S)
+        self.context.guard.gate(f"profiled {name}")
+        self._printed(name, self._run(name, record, env, LIMIT_S).text)
+        return self._exported(name, bundle, env)
+
+    def _exported(self, name: str, bundle: Path, env: dict[str, str]) -> metal.Trace:
         files = [self.folder / f"{name}-{what}.xml" for what in ("toc", *metal.TABLES)]
         self._run(name, metal.contents_command(bundle, files[0]), env, EXPORT_LIMIT_S)
         for table, path in zip(metal.TABLES, files[1:], strict=True):
@@ -162,7 +176,9 @@ class Profiled:
         def once() -> dict[str, Any]:
             return {"text": self._run(name, argv, env, LIMIT_S).text}
 
-        text = self.context.guarded(f"profiled {name}", once)["text"]
+        self._printed(name, self.context.guarded(f"profiled {name}", once)["text"])
+
+    def _printed(self, name: str, text: str) -> None:
         try:
             (run,) = output.runs(text, self.worker.tool.invoke)
         except UserError as why:
@@ -192,7 +208,6 @@ class Profiled:
                 **row,
                 "term": row["term"] if step else UNCLASSIFIED,
                 "arm": arm,
-                "primitives": "",
                 "bytes_per_token": "",
                 "share": row.pop("share_of_busy"),
             }

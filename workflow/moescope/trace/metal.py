@@ -42,6 +42,14 @@ def record_command(
     ]  # fmt: skip
 
 
+def attach_command(trace: Path, pid: int, limit_s: float) -> list[str]:
+    """Record a process that runs already, until it is interrupted (SIGINT) or the limit is over."""
+    return [
+        "xcrun", "xctrace", "record", "--template", TEMPLATE, "--output", str(trace),
+        "--time-limit", f"{int(limit_s * 1000)}ms", "--no-prompt", "--attach", str(pid),
+    ]  # fmt: skip
+
+
 def contents_command(trace: Path, output: Path) -> list[str]:
     """Export the table of contents: which process was launched, which tables there are."""
     return ["xcrun", "xctrace", "export", "--input", str(trace), "--toc", "--output", str(output)]
@@ -179,24 +187,26 @@ def _cell(element: ET.Element, seen: dict[str, Cell]) -> Cell:
     return Cell(text or element.get("fmt", ""), element.get("fmt", ""), pid)
 
 
-def launched(contents: Path) -> tuple[int, str]:
+def recorded(contents: Path) -> tuple[int, str]:
     """(process id, name) of the process that was recorded, from the table of contents."""
     root = _parse(contents)
     for process in root.iter("process"):
-        if process.get("type") == "launched" and process.get("pid"):
+        if process.get("type") in ("launched", "attached") and process.get("pid"):
             return int(process.get("pid")), process.get("name", "")
     target = root.find(".//target/process")
     if target is not None and target.get("pid"):
         return int(target.get("pid")), target.get("name", "")
-    raise UserError("the trace launched no process; record with --launch", contents.name)
+    raise UserError(
+        "the trace is of no one process; record with --launch or --attach", contents.name
+    )
 
 
 def read(contents: Path, intervals: Path, submissions: Path) -> Trace:
-    """Read the exports of one trace; only the launched process counts.
+    """Read the exports of one trace; only the process that was recorded counts.
 
     Raises UserError if the process ran nothing on the GPU.
     """
-    pid, name = launched(contents)
+    pid, name = recorded(contents)
     notes = []
     sent = []
     for row in rows(submissions, SUBMISSIONS):

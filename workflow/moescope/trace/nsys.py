@@ -357,18 +357,32 @@ def _totals(trace: Trace) -> dict[str, tuple[int, int]]:
 # Terms by the order of launches, for a binary that exports no module graph.
 
 
-def kind(name: str, grid: tuple[int, int, int] = (0, 0, 0)) -> str:
+# What the primitives do whose kernels are called in more ways than a table of names can know.
+PRIMITIVES = {
+    "GatherMM": "gather", "GatherQMM": "gather",
+    "Matmul": "matmul", "AddMM": "matmul", "QuantizedMatmul": "matmul", "QQMatmul": "matmul",
+    "RMSNorm": "norm", "LayerNorm": "norm", "RoPE": "rope",
+    "ScaledDotProductAttention": "attention",
+    "Softmax": "softmax", "LogSumExp": "softmax", "ArgReduce": "sampler", "Arange": "arange",
+    "Sort": "sort", "ArgSort": "sort", "Partition": "sort", "ArgPartition": "sort",
+    "Gather": "index", "GatherAxis": "index", "Scatter": "index", "ScatterAxis": "index",
+    "Reduce": "reduce",
+}  # fmt: skip
+
+
+def kind(name: str, grid: tuple[int, int, int] = (0, 0, 0), primitive: str | None = None) -> str:
     """The kind of a kernel by its name (``cuda_names.json``, in order); "other" if none fits.
 
     The tiled matrix kernels serve experts and dense layers alike: as a gather, one row of blocks
-    stands in grid z for each pair of token and expert.
+    stands in grid z for each pair of token and expert. primitive: what MLX was evaluating, where
+    its ranges were recorded; it decides whose a matrix kernel is, and what an unknown one is.
     """
-    for found, pattern in _names():
-        if pattern.search(name):
-            if found == "matmul_gemm":
-                return "gather" if grid[2] > 1 else "matmul"
-            return found
-    return "other"
+    by_name = next((found for found, pattern in _names() if pattern.search(name)), "other")
+    if by_name in ("matmul_gemm", "matmul", "gather", "other") and primitive in PRIMITIVES:
+        return PRIMITIVES[primitive]
+    if by_name == "matmul_gemm":
+        return "gather" if grid[2] > 1 else "matmul"
+    return by_name
 
 
 @cache
@@ -382,13 +396,14 @@ class Step:
     """One decode step in order of launches, the mean of ``count`` equal ones.
 
     rows: (kernel, kind, term, seconds). layers: expert clusters found. others: steps of another
-    sequence that were left out.
+    sequence that were left out. primitives: of MLX, one a row, None where no range was recorded.
     """
 
     rows: list[tuple[str, str, str, float]]
     count: int
     layers: int
     others: int
+    primitives: tuple[str | None, ...] = ()
 
     def terms(self) -> dict[str, float]:
         """term -> seconds per token."""
@@ -406,15 +421,16 @@ def decode_step(trace: Trace) -> Step:
     """The decode step that occurs most often, its launches assigned to terms by their order.
 
     A step ends with the sampler's kernel. Launches should have been made one by one
-    (MLX_USE_CUDA_GRAPHS=0): in graphs, independent kernels change places. Raises UserError if no
-    sequence occurs at least three times.
+    (MLX_USE_CUDA_GRAPHS=0): in graphs, independent kernels change places, and no range stands
+    around a launch that says what a kernel of unknown name does. Raises UserError if no sequence
+    occurs at least three times.
     """
     steps: list[list[Launch]] = [[]]
     for launch in trace.launches:
         steps[-1].append(launch)
-        if kind(launch.name) == "sampler":
+        if kind(launch.name, launch.grid, launch.primitive) == "sampler":
             steps.append([])
-    sequences = Counter(tuple((x.name, x.grid) for x in step) for step in steps[:-1] if step)
+    sequences = Counter(map(_sequence, filter(None, steps[:-1])))
     # Of equally frequent ones the longer: a warm-up of trivial steps is not what is meant.
     best = max(sequences, key=lambda s: (sequences[s], len(s)), default=())
     count = sequences.get(best, 0)
@@ -423,15 +439,20 @@ def decode_step(trace: Trace) -> Step:
             f"no sequence of kernels between two samplings occurs three times ({len(steps) - 1} "
             "steps found); record with MLX_USE_CUDA_GRAPHS=0 and a longer run"
         )
-    members = [s for s in steps[:-1] if tuple((x.name, x.grid) for x in s) == best]
+    members = [s for s in steps[:-1] if _sequence(s) == best]
     seconds = [sum(s[i].end - s[i].start for s in members) / count / 1e9 for i in range(len(best))]
-    kinds = [kind(name, grid) for name, grid in best]
+    kinds = [kind(*launch) for launch in best]
     terms, layers = assign(kinds)
     rows = [
         (name, found, term, spent)
-        for (name, _), found, term, spent in zip(best, kinds, terms, seconds, strict=True)
+        for (name, *_), found, term, spent in zip(best, kinds, terms, seconds, strict=True)
     ]
-    return Step(rows, count, layers, len(steps) - 1 - count)
+    primitives = tuple(primitive for *_, primitive in best)
+    return Step(rows, count, layers, len(steps) - 1 - count, primitives)
+
+
+def _sequence(step: list[Launch]) -> tuple[tuple[str, tuple[int, int, int], str | None], ...]:
+    return tuple((launch.name, launch.grid, launch.primitive) for launch in step)
 
 
 def assign(kinds: Sequence[str]) -> tuple[list[str], int]:
@@ -535,12 +556,17 @@ def _clusters(kinds: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def kernel_rows(per_token: PerToken, step: Step | None = None) -> list[dict[str, Any]]:
-    """Rows of kernels.csv, largest first: kernel, term, launches and ms per token, share of busy.
+    """Rows of kernels.csv, largest first: kernel, term, primitives (of MLX, where its ranges were
+    recorded), launches and ms per token, share of busy.
 
     A kernel that serves several terms (by ``step``) is split by its share of time in each; without
     a step the term is "other".
     """
     split: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0, 0.0]))
+    primitives: dict[tuple[str, str], set[str]] = defaultdict(set)
+    if step:
+        for (name, _, term, _), primitive in zip(step.rows, step.primitives, strict=True):
+            primitives[name, term] |= {primitive} - {None}
     for name, _, term, seconds in step.rows if step else ():
         split[name][term][0] += 1
         split[name][term][1] += seconds
@@ -555,6 +581,7 @@ def kernel_rows(per_token: PerToken, step: Step | None = None) -> list[dict[str,
                 {
                     "kernel": name,
                     "term": term,
+                    "primitives": " ".join(sorted(primitives[name, term])),
                     "launches_per_token": launches * n / count,
                     "ms_per_token": seconds * share * 1e3,
                     "share_of_busy": seconds * share / per_token.busy_s if per_token.busy_s else 0,

@@ -28,7 +28,7 @@ TRACE = "moescope/trace/1"
 # Backend -> the module with its instruments: ``measure(context) -> {"instruments": [names],
 # "not_measured": [sentences], ...}``. It writes its own files; what it returns joins trace.json.
 # Imported by name: the plan adds it to the code of the traces on that backend, and of no other.
-BACKENDS = {"cuda": "moescope.trace.cuda"}
+BACKENDS = {"cuda": "moescope.trace.cuda", "metal": "moescope.trace.metal_worker"}
 # The same for arms that are commands, on the backends that have a profiler for binaries.
 COMMAND, COMMAND_BACKENDS = "moescope.trace.command", ("cuda", "metal")
 
