@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(workflow.basedir) / "workflow"))
 
 from moescope.errors import UserError
+from moescope.study.load import read_yaml
 from moescope.study.plan import OUTPUTS
 from moescope.study.session import open_plan, pass_on
 
@@ -16,6 +17,8 @@ def read_plan():
     """The study of this run, planned; its complaints end the run before any job."""
     files = workflow.configfiles or ["config.yaml"]
     try:
+        for name in files:
+            read_yaml(Path(name))  # Snakemake has merged them and hides keys that stand twice
         plan = open_plan(dict(config), Path(files[-1]).name, Path.cwd())
     except UserError as error:
         sys.exit(f"moescope: {error}")

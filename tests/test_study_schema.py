@@ -1,6 +1,8 @@
 """A bad study ends with one line: the key, what stands there, what is allowed."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 
@@ -154,3 +156,27 @@ def test_a_study_that_is_no_yaml(tmp_path):
     (tmp_path / "s.yaml").write_text("study: [")
     with pytest.raises(UserError, match=r"s\.yaml: not YAML"):
         read_yaml(tmp_path / "s.yaml")
+
+
+def test_a_key_that_stands_twice_is_not_silently_the_last(tmp_path):
+    """Who appends a page's example to a study has `runtimes:` twice."""
+    path = tmp_path / "s.yaml"
+    path.write_text("arms:\n  a: {role: reference}\nshape: {prompt: 1}\narms:\n  b: {}\n")
+    with pytest.raises(UserError, match=r"s\.yaml: arms: stands twice, in lines 1 and 4; put"):
+        read_yaml(path)
+    path.write_text("arms:\n  a: {env: {X: 1, X: 2}}\n")
+    with pytest.raises(UserError, match="X: stands twice, in lines 2 and 2"):
+        read_yaml(path)
+    path.write_text("base: &b {x: 1, y: 2}\nc: &c {<<: *b, x: 3}\nd: {<<: *c, x: 4}\ne: *c\n")
+    assert read_yaml(path)["d"] == {"x": 4, "y": 2}
+
+
+def test_a_snakemake_run_refuses_a_key_that_stands_twice(root, tmp_path):
+    study = tmp_path / "twice.yaml"
+    study.write_text((root / "config.yaml").read_text() + "\nclaims: []\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "snakemake", "-n", "record", "--configfile", str(study)],
+        cwd=root, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode != 0 and "claims: stands twice" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -15,10 +15,15 @@ from .schema import AmbientRuntime, PythonRuntime, Study, SyntheticSource
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
+    """A file's mapping. Raises UserError, also for a key that stands twice, of which YAML would
+    silently keep the last."""
     import yaml
 
     try:
-        value = yaml.safe_load(path.read_text())
+        loader = yaml.SafeLoader(path.read_text())
+        node = loader.get_single_node()
+        _once(node, path.name)
+        value = None if node is None else loader.construct_document(node)
     except FileNotFoundError:
         raise UserError("the study does not exist", where=str(path)) from None
     except yaml.YAMLError as error:
@@ -26,6 +31,26 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError("not a mapping of keys to values", where=str(path))
     return value
+
+
+def _once(node: Any, where: str) -> None:
+    """Raises UserError if a key stands twice in a mapping of this tree of YAML."""
+    if not isinstance(getattr(node, "value", None), list):
+        return
+    lines: dict[str, int] = {}
+    for item in node.value:
+        key, value = item if isinstance(item, tuple) else (None, item)
+        _once(value, where)
+        if key is None or not isinstance(key.value, str) or key.tag == "tag:yaml.org,2002:merge":
+            continue
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            raise UserError(
+                f"{key.value}: stands twice, in lines {lines[key.value]} and {line}; put the "
+                "entries of both under one",
+                where,
+            )
+        lines[key.value] = line
 
 
 def load(config: dict[str, Any], where: str, root: Path) -> Study:
