@@ -144,6 +144,7 @@ class Tree:
     scopes_sum: float = 0.998
     bandwidth: float | None = None
     kernels: bool = False
+    sliced: dict[str, int] = field(default_factory=dict)
     parity_void: dict[tuple[str, str], str] = field(
         default_factory=lambda: {
             ("qwen3-dense", "lm"): "repetition loop: 4 tokens repeated over 28 tokens"
@@ -183,7 +184,7 @@ class Tree:
             },
             "arms": ARMS,
             "shape": SHAPE,
-            "rounds": {"count": self.rounds, "warmup": 1},
+            "rounds": {"count": self.rounds, "warmup": 1} | self.sliced,
             "limits": {**LIMITS, "parity": LIMITS_PARITY},
             "claims": CLAIMS if claims is None else claims,
         }

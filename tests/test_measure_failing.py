@@ -5,7 +5,8 @@ import pytest
 import stages
 from moescope.files import read_json
 from moescope.measure import stage, warmup
-from moescope.measure.failing import KINDS, failure, told
+from moescope.measure.failed import KINDS, told
+from moescope.measure.failing import failure
 from moescope.measure.journal import Journal
 from moescope.runtimes.client import WorkerDied, WorkerError
 from moescope.verdict.results import read_runs

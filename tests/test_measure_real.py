@@ -75,6 +75,23 @@ def test_a_mixture_of_experts_is_measured(make):
     assert process["versions"]["mlx"] and len(process["library_sha256"]) == 64
 
 
+def test_sliced_rounds_give_the_same_tokens(make):
+    params = stages.measure_params(ARMS, count=3)
+    task = make("qwen3_moe", "measure", params)
+    measure.run(task)
+    whole = {row["arm"]: row["tokens_sha256"] for row in read_runs(task.out / "runs.jsonl")}
+    params["rounds"]["slices"] = 2
+    measure.run(task)
+    rows = read_runs(task.out / "runs.jsonl")
+    assert len(rows) == 12 and all(row["valid"] for row in rows), [row["why"] for row in rows]
+    assert all(row["slices"] == 2 and row["forwards"] == 3 for row in rows)
+    assert {row["arm"]: row["tokens_sha256"] for row in rows} == whole
+    assert not any(row.get("flags") for row in rows)
+    slow = [row["decode_s"] / row["forwards"] for row in rows if row["arm"] == "slow"]
+    assert min(slow) > 0.02
+    assert len({row["process"]["index"] for row in rows}) == len(ARMS)
+
+
 def test_a_dense_model_has_no_experts_to_skip(make):
     task = make("qwen3", "measure", stages.measure_params(ARMS[:3], count=3))
     measure.run(task)

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stages
-from moescope.errors import UserError
 from moescope.files import read_json
 from moescope.verdict import parity
 from moescope.verdict.judge import (
@@ -203,9 +202,33 @@ def test_an_arm_that_cannot_be_led_is_compared_by_its_tokens(stage):
     assert found["cmd"]["greedy"] is None and found["cmd"]["void"] is None
 
 
-def test_a_reference_that_does_not_run_ends_the_stage(stage):
-    with pytest.raises(UserError, match="arm ref: unsupported"):
-        stage(stages.arm("ref", "reference", refuse_load="unsupported"))
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"refuse_load": "unsupported"}, "unsupported: mlx-vlm does not load it"),
+        ({"die_early": "1"}, "failed (crash): start: the worker ended with 1: no module named mlx"),
+        ({"die_at": "0"}, "failed (out of memory): decode: the worker ended with 137"),
+    ],
+)
+def test_without_their_reference_arms_are_judged_by_themselves(stage, settings, why):
+    found = stage(
+        stages.arm("ref", "reference", **settings),
+        stages.arm("lm", "candidate"),
+        stages.arm("loops", "candidate", loop="1"),
+    )
+    assert found["ref"]["void"].startswith(why)
+    assert found["lm"]["void"] is None and found["lm"]["greedy"] is None
+    assert found["loops"]["void"].startswith("the text repeats")
+
+
+def test_an_arm_that_dies_leaves_the_others_to_be_compared(stage):
+    found = stage(
+        stages.arm("ref", "reference"),
+        stages.arm("lm", "candidate"),
+        stages.arm("dies", "candidate", die_at="0", die_of="SIGSEGV"),
+    )
+    assert found["lm"]["greedy"]["identical"] and found["lm"]["forced"]["top1_agreement"] == 1
+    assert found["dies"]["void"].startswith("failed (crash): decode: the worker ended with 139")
 
 
 def test_synthetic_weights_may_loop_with_their_reference(stage):

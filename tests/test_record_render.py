@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fixture_results import Tree
+from fixture_results import SHAPE, Tree
 from moescope.errors import UserError
 from moescope.record import charts, numbers, render
 from moescope.record.writers import Html, Markdown, Table, plain
@@ -102,6 +102,26 @@ def test_nothing_of_this_machine_and_no_clock(made, tmp_path):
         assert str(made.parents[3]) not in text
         dates = set(re.findall(r"\b20\d\d-\d\d-\d\d", text))
         assert dates == {"2026-11-29"}
+
+
+def test_slices_processor_time_and_failed_arms_are_told(tmp_path):
+    def spend(run):
+        run["cpu_s"] = run["forwards"] * 0.0071
+
+    tree = Tree(tmp_path, edit_run=spend, sliced={"slices": 4}).make()
+    path = tree.folder("measure/qwen3-moe") / "environment.json"
+    failed = {"lm": {"kind": "timeout", "why": "decode: no answer within the time limit; killed"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"failed": failed}))
+    tree.analyse()
+    text = (tree.record(TEMPLATES) / "record.md").read_text()
+    assert "in 4 slices each" in text and f"{SHAPE['generate'] - 5} forwards ÷ their time" in text
+    assert "host CPU ms/token" in text and "| 7.10 |" in text
+    assert "No speed here of `lm`: failed (timeout): decode: no answer within" in text
+
+
+def test_whole_runs_without_processor_time_have_no_word_of_it(markdown):
+    assert "slices" not in markdown and "host CPU ms/token" not in markdown
+    assert f"{SHAPE['generate'] - 1} forwards ÷ their time" in markdown
 
 
 def test_the_same_data_give_the_same_bytes(made, tmp_path):

@@ -347,6 +347,51 @@ def test_the_same_data_give_the_same_bytes(tmp_path):
     assert str(tmp_path) not in one.read_text()
 
 
+def fail(tree: Tree, checkpoint: str, arm: str) -> None:
+    """As if the arm had died in the last round but one."""
+    path = tree.folder(f"measure/{checkpoint}") / "environment.json"
+    failed = {arm: {"kind": "out_of_memory", "why": "decode: the worker ended with 137"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"failed": failed}))
+
+
+FAILED = "failed (out of memory): decode: the worker ended with 137"
+
+
+def test_an_arm_that_failed_is_absent_and_the_others_stand(tmp_path):
+    tree = Tree(tmp_path).make()
+    fail(tree, "qwen3-moe", "lm")
+    found = analysis(tree)
+    gone = arm(found, "qwen3-moe", "lm")
+    assert gone["absent"] == FAILED and gone["decode_rate"] is None and gone["against"] is None
+    assert arm(found, "qwen3-moe", "skip-experts")["against"]["decode"]["n"] == 5
+    assert any(FAILED in line and "lm on qwen3-moe" in line for line in found["not_measured"])
+
+
+def test_without_its_reference_a_checkpoint_has_rates_and_no_ratios(tmp_path):
+    tree = Tree(tmp_path).make()
+    fail(tree, "qwen3-moe", "vlm")
+    found = analysis(tree)
+    subject = found["checkpoints"]["qwen3-moe"]
+    assert subject["arms"]["vlm"]["absent"] == FAILED
+    assert subject["noise"] is None and subject["sweep"] is None and subject["drift"] is None
+    for name in ("lm", "vlm-null"):
+        assert subject["arms"][name]["decode_rate"]["n"] == 5
+        assert subject["arms"][name]["against"] is None
+    verdicts = {claim["name"]: claim["verdict"] for claim in found["claims"]}
+    assert set(verdicts.values()) <= {"supported", "refuted", "unresolved"}
+
+
+def test_processor_seconds_are_a_figure_where_runs_have_them(tmp_path):
+    def spend(run):
+        if run["arm"] == "lm":
+            run["cpu_s"] = run["forwards"] * 0.004
+
+    found = analysis(Tree(tmp_path, edit_run=spend).make())
+    assert arm(found, "qwen3-moe", "lm")["cpu_ms"]["value"] == pytest.approx(4.0)
+    assert arm(found, "qwen3-moe", "lm")["cpu_ms"]["unit"] == "ms/token"
+    assert arm(found, "qwen3-moe", "vlm")["cpu_ms"] is None
+
+
 def test_every_pattern_exists_and_can_be_evaluated(tmp_path):
     found = analysis(Tree(tmp_path, kernels=True, bandwidth=12e9).make())
     names = {"<term>": "attention", "<arm>": "lm", "<intervention>": "skip-experts"}

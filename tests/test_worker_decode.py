@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import time
 
 import numpy
 import pytest
@@ -57,6 +58,85 @@ def test_the_pass_counts_what_it_times(loaded):
     assert result["prefill_s"] > 0
     assert result["peak_memory"] > 0
     assert result["finite"] is True
+
+
+def test_processor_seconds_are_those_of_the_intervals(loaded):
+    """A spinning delay in each step keeps one core busy: at least its time, less than of all."""
+    decode(loaded, 5)
+    result = decode(loaded, 5, patches=["delay_step=20ms"])
+    assert 0 < result["cpu_s"] < 64 * result["decode_s"]
+
+
+def sliced(worker, slices, tokens=M, prompt=PROMPT, patches=()):
+    arguments = {"prompt": prompt, "tokens": tokens, "slices": slices, "patches": list(patches)}
+    worker.ask("sliced", LIMIT_S, step="start", **arguments)
+    for _ in slices:
+        worker.ask("sliced", LIMIT_S, step="more")
+    return worker.ask("sliced", LIMIT_S, step="end")
+
+
+@pytest.mark.parametrize("slices", [[8], [3, 3, 2], [2, 2, 2, 2]])
+def test_a_pass_in_slices_decodes_the_same_tokens(loaded, slices):
+    whole, parts = decode(loaded), sliced(loaded, slices)
+    assert parts["tokens"] == whole["tokens"]
+    assert parts["tokens_sha256"] == whole["tokens_sha256"]
+    assert parts["generated_tokens"] == M and parts["slices"] == len(slices)
+    assert parts["forwards"] == len(parts["token_s"]) == M - 1 - len(slices)
+    assert parts["decode_s"] == pytest.approx(sum(parts["token_s"]))
+    assert 0 < parts["build_s"] < parts["decode_s"] and parts["cpu_s"] > 0
+    # By the tools' convention: all tokens over the intervals between them.
+    assert parts["tool_rate"] == pytest.approx(
+        M / (parts["decode_s"] / parts["forwards"] * (M - 1))
+    )
+    assert parts["finite"] is True and parts["peak_memory"] > 0
+
+
+def test_slices_time_the_steps_between_the_pauses_only(loaded):
+    """With a long delay in each step: no interval holds a pause, none is short of a step."""
+    delay, pause = 0.04, 0.15
+    patches = [f"delay_step={delay * 1000:g}ms"]
+    decode(loaded, M, patches=patches)
+    start = {"step": "start", "prompt": PROMPT, "tokens": 8, "slices": [4, 3], "patches": patches}
+    loaded.ask("sliced", LIMIT_S, **start)
+    for _ in range(2):
+        time.sleep(pause)
+        loaded.ask("sliced", LIMIT_S, step="more")
+    result = loaded.ask("sliced", LIMIT_S, step="end")
+    assert result["forwards"] == 5
+    assert all(delay * 0.98 <= seconds < delay + pause for seconds in result["token_s"])
+    assert 5 * delay * 0.98 <= result["build_s"] <= result["decode_s"]
+    # The patch is gone.
+    assert min(decode(loaded)["token_s"]) < delay
+
+
+def test_a_pass_that_is_given_up_leaves_the_model_as_it_was(loaded):
+    plain = decode(loaded)["tokens"]
+    start = {"step": "start", "prompt": PROMPT, "tokens": M, "slices": [4, 4]}
+    loaded.ask("sliced", LIMIT_S, **start, patches=["skip_experts"])
+    assert sliced(loaded, [4, 4])["tokens"] == plain
+    loaded.ask("sliced", LIMIT_S, **start, patches=["skip_experts"])
+    loaded.ask("sliced", LIMIT_S, step="drop")
+    assert decode(loaded)["tokens"] == plain
+
+
+@pytest.mark.parametrize("slices", [[], [1, 7], [4, 3], [8, 1]])
+def test_slices_that_do_not_make_the_pass_are_refused(loaded, slices):
+    with pytest.raises(WorkerError, match="in parts of 2 or more"):
+        sliced(loaded, slices)
+
+
+def test_steps_out_of_order_are_refused(loaded):
+    for step in ("more", "end"):
+        with pytest.raises(WorkerError, match="no pass is held"):
+            loaded.ask("sliced", LIMIT_S, step=step)
+    start = {"step": "start", "prompt": PROMPT, "tokens": 5, "slices": [4], "patches": []}
+    loaded.ask("sliced", LIMIT_S, **start)
+    with pytest.raises(WorkerError, match="1 slices left"):
+        loaded.ask("sliced", LIMIT_S, step="end")
+    loaded.ask("sliced", LIMIT_S, step="more")
+    with pytest.raises(WorkerError, match="all slices are done"):
+        loaded.ask("sliced", LIMIT_S, step="more")
+    loaded.ask("sliced", LIMIT_S, step="drop")
 
 
 def test_the_same_prompt_gives_the_same_tokens(loaded):

@@ -16,7 +16,8 @@ from ..runtimes.environments import Interpreter
 from ..task import Task
 from . import bench as benches
 from . import guard as guards
-from .failing import failure, told
+from .failed import told
+from .failing import failure
 from .journal import Journal
 from .schedule import processes
 

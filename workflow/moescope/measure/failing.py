@@ -1,10 +1,9 @@
-"""What an arm failed of, in the words of the record."""
+"""What an arm failed of, from what its worker raised."""
 
 from ..runtimes.client import WorkerError
 from . import admission
+from .failed import KINDS
 
-# Kinds of a bad end, as the record knows them: what admission tells apart more finely falls in one.
-KINDS = ("out_of_memory", "timeout", "crash", "unsupported", "failed")
 COARSE = {"no_backend": "unsupported", "no_kernel": "unsupported", "killed": "crash"}
 COARSE |= {"not_permitted": "failed", "protocol": "crash"}
 
@@ -25,9 +24,3 @@ def failure(error: WorkerError) -> dict[str, str]:
     kind = COARSE.get(kind, kind)
     why = admission.scrub(" ".join(error.message.split()))
     return {"kind": kind if kind in KINDS else "failed", "why": why}
-
-
-def told(found: dict[str, str]) -> str:
-    """For example "failed (out of memory): decode: the worker ended with 137"."""
-    kind = found["kind"].replace("_", " ")
-    return f"failed: {found['why']}" if kind == "failed" else f"failed ({kind}): {found['why']}"

@@ -15,7 +15,8 @@ from ..runtimes.client import WorkerError
 from ..task import Task
 from . import guard as guards
 from .arms import Arms
-from .failing import failure, told
+from .failed import told
+from .failing import failure
 from .journal import Journal
 from .runs import ALSO_KEPT, KEPT, RUN, round_id, run_id
 from .schedule import order, parts, turns

@@ -9,7 +9,8 @@ from ..runtimes.client import WorkerError
 from ..task import Task
 from . import bench as benches
 from . import guard as guards
-from .failing import failure, told
+from .failed import told
+from .failing import failure
 
 SCHEMA = "moescope/warmup/1"
 LOCK_LIMIT_S = 3600.0

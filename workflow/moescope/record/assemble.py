@@ -21,7 +21,7 @@ DECLARED = ("study", "method", "pins")
 BOUNDS = ("than",)
 
 RATES = ("decode_rate", "token_ms", "prefill_rate", "tool_rate")
-RATES += ("build_ms", "build_share", "peak_memory")
+RATES += ("build_ms", "build_share", "cpu_ms", "peak_memory")
 ARM = ("role", "runtime", "env", "patches", "absent", "void", *RATES)
 ARM += ("same_tokens_every_round", "same_tokens", "against", "removes", "bound", "perfetto", "cold")
 
@@ -76,7 +76,7 @@ def assemble(task: Task) -> dict[str, Any]:
 
 # What environment.json says beside the host: processes and arms of one checkpoint.
 NO_HOST = ("schema", "bandwidth", "processes", "starts", "admission")
-NO_HOST += ("not_applicable", "unsupported")
+NO_HOST += ("not_applicable", "unsupported", "failed")
 
 
 def _measured(results: Results, checkpoints: dict[str, Any]) -> dict[str, str]:

@@ -159,15 +159,18 @@ def speeds(result: dict[str, Any]) -> Table:
                 str(arm["decode_rate"]["n"]) if arm["decode_rate"] else ABSENT,
                 struck(show(arm["decode_rate"]), void),
                 struck(show(arm["token_ms"]), void),
+                struck(show(arm["cpu_ms"]), void),
                 _ratio(arm, against, "decode"),
                 struck(show(arm["prefill_rate"]), void),
                 _ratio(arm, against, "prefill"),
                 show(arm["peak_memory"], spread=False),
             ]
         )
-    head = ["arm", "role", "n", "decode tokens/s", "ms/token", "decode ÷ reference"]
-    head += ["prefill tokens/s", "prefill ÷ reference", "peak memory"]
-    return columns(rows, head, 2)
+    head = ["arm", "role", "n", "decode tokens/s", "ms/token", "host CPU ms/token"]
+    head += ["decode ÷ reference", "prefill tokens/s", "prefill ÷ reference", "peak memory"]
+    # Runs of before have no processor time, and those of commands show none.
+    kept = [i for i in range(len(head)) if i != 5 or any(row[i] != ABSENT for row in rows)]
+    return columns([[row[i] for i in kept] for row in rows], [head[i] for i in kept], 2)
 
 
 def _ratio(arm: dict[str, Any], against: dict[str, Any] | None, name: str) -> str:
@@ -247,19 +250,31 @@ def arms(record: Record) -> Table:
     return Table(["arm", "role", "runtime", "patches and environment"], rows)
 
 
+_SLICED = (
+    " Within a round, after every arm's prefill, the arms decode in turn, in {slices} slices each, "
+    "so that all of them see the same speeds of the host; each arm has a process of its own. The "
+    "first forward of a slice is not timed: it ends in the pause before it. A disturbed round "
+    "is done again by all arms. Commands cannot be paused: their runs are whole, after the round's "
+    "slices."
+)
+
+
 def method(record: Record) -> list[str]:
     """How it was measured, a line each."""
     method = record["method"]
     shape, rounds, guard = method["shape"], method["rounds"], method["guard"]
     trace, limits = method["trace"], method["limits"]
+    slices = rounds.get("slices", 1)
+    timed = shape["generate"] - 1 - (slices if slices > 1 else 0)
     lines = [
         f"Shape: exactly {shape['prompt']} prompt token ids, exactly {shape['generate']} "
         "generated, greedy, batch 1, no chat template, end of sequence never looked at. A run "
         "with another number of tokens is void.",
-        f"Decode rate: {shape['generate'] - 1} forwards ÷ their time; the first token belongs to "
+        f"Decode rate: {timed} forwards ÷ their time; the first token belongs to "
         "the prefill. The tools divide by other counts; the table below gives both.",
         f"Rounds: {rounds['count']}, each visiting every arm once and starting one arm later, "
-        f"after {rounds['warmup']} discarded warm-up in the same process.",
+        f"after {rounds['warmup']} discarded warm-up in the same process."
+        + (_SLICED.format(slices=slices) if slices > 1 else ""),
         f"Decision rule, fixed before the numbers: {method['rule']}",
         "Claims: a condition holds if its whole range satisfies it, fails if the whole range "
         "violates it. A claim is supported if all its conditions hold, refuted if all fail, "

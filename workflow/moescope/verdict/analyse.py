@@ -8,6 +8,7 @@ a set.
 from typing import Any
 
 from ..errors import UserError
+from ..measure.failed import told
 from ..task import Task, ingredients
 from . import arms as of_arms
 from . import attribution, claims, compact, missing, rule
@@ -73,6 +74,8 @@ class Checkpoint:
             "inspect", name, "architecture.json", "moescope/architecture/1"
         )
         self.host = results.json("measure", name, "environment.json", "moescope/host/1")
+        # Runs that an arm finished before it failed stay in the file; no figure stands on them.
+        self.failed: dict[str, Any] = (self.host.value if self.host else {}).get("failed", {})
         self.absent = {arm: self._absent(arm) for arm in self.arms}
         self.void = {arm: self._void(arm) for arm in self.arms}
 
@@ -110,7 +113,7 @@ class Checkpoint:
         return name
 
     def _valid(self, arm: str) -> list[of_arms.Run]:
-        return of_arms.valid_runs(self.runs, arm)
+        return [] if arm in self.failed else of_arms.valid_runs(self.runs, arm)
 
     def _trace(self, arm: str) -> Found | None:
         return self.results.json("trace", f"{self.name}.{arm}", "trace.json", "moescope/trace/1")
@@ -180,6 +183,8 @@ class Checkpoint:
             return "the study does not measure it there"
         if self._valid(name):
             return None
+        if name in self.failed:
+            return told(self.failed[name])
         for kind in ("not_applicable", "unsupported"):
             why = (self.host.value if self.host else {}).get(kind, {}).get(name)
             if why:

@@ -16,6 +16,7 @@ RATES: dict[str, tuple[str, Callable[[Run], float]]] = {
     "prefill_rate": ("tokens/s", lambda run: run["prompt_tokens"] / run["prefill_s"]),
     "tool_rate": ("tokens/s", lambda run: run["tool_rate"]),
     "build_ms": ("ms/token", lambda run: run["build_s"] / run["forwards"] * 1e3),
+    "cpu_ms": ("ms/token", lambda run: run["cpu_s"] / run["forwards"] * 1e3),
     "build_share": ("share", lambda run: run["build_s"] / run["decode_s"]),
     "peak_memory": ("bytes", lambda run: run["peak_memory"]),
 }

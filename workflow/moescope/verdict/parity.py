@@ -5,7 +5,8 @@ on the reference's tokens, where one early difference does not hide all that fol
 """
 
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ from ..errors import UserError
 from ..files import write_json
 from ..measure import bench as benches
 from ..measure import guard as guards
+from ..measure.failed import told
+from ..measure.failing import failure
 from ..runtimes.client import Worker, WorkerError
 from ..task import Task, ingredients
 from .judge import Judge, Seen, sound
 
 SCHEMA = "moescope/parity/1"
 LOCK_LIMIT_S = 3600.0
+# What stands for a reference that failed.
+NOTHING = Seen(None, None, None, None, 0, "the reference failed")
 
 
 def run(task: Task) -> None:
@@ -43,10 +48,12 @@ def run(task: Task) -> None:
         guards.locked(f"parity {task.subject}", backend, LOCK_LIMIT_S, task.say),
         tempfile.TemporaryDirectory(dir=scratch, prefix="parity.") as folder,
     ):
-        seen, unsupported = _decode(bench, task, reference, Path(folder))
-        judge = Judge(seen[reference], params["limits"], shape["generate"], synthetic)
+        seen, gone = _decode(bench, task, reference, Path(folder))
+        judge = Judge(seen.get(reference, NOTHING), params["limits"], shape["generate"], synthetic)
+        # Nobody is left to show that random weights repeat themselves.
+        judge.excused |= synthetic and reference not in seen
         found = {name: judge.compare(one) for name, one in seen.items()}
-    found |= {name: {"void": f"unsupported: {why}"} for name, why in unsupported.items()}
+    found |= {name: {"void": why} for name, why in gone.items()}
     for name in arms:
         task.say(f"{name}: {_told(found[name], name == reference)}")
     parity = {
@@ -61,19 +68,33 @@ def run(task: Task) -> None:
 def _decode(
     bench: benches.Bench, task: Task, reference: str, folder: Path
 ) -> tuple[dict[str, Seen], dict[str, str]]:
-    """What each arm did, and the arms whose runtime does not know the model (arm -> why)."""
+    """What each arm did, and the arms that left (arm -> why): their runtime does not know the
+    model, or they failed or died. Without the reference the others are judged by themselves."""
     arms: dict[str, dict[str, Any]] = dict(task.params["arms"])
     generate = task.params["shape"]["generate"]
-    unsupported: dict[str, str] = {}
+    gone: dict[str, str] = {}
+
+    def leave(name: str, error: WorkerError) -> None:
+        unsupported = error.kind == "unsupported"
+        gone[name] = f"unsupported: {error.message}" if unsupported else told(failure(error))
+        workers.pop(name).close(patient=False)
+
+    @contextmanager
+    def leaving(name: str) -> Iterator[None]:
+        try:
+            yield
+        except WorkerError as error:
+            leave(name, error)
+
+    workers: dict[str, Worker] = {}
     with ExitStack() as stack:
-        workers: dict[str, Worker] = {}
         for name, arm in arms.items():
             workers[name] = worker = bench.worker(arm)
             stack.callback(worker.close)
-            with benches.explained(name, bench, task):
+            with leaving(name):
                 worker.start()
-        for name, worker in workers.items():
-            with benches.explained(name, bench, task):
+        for name, worker in list(workers.items()):
+            with leaving(name):
                 worker.wait_ready()
 
         def ask(do: str, limit_s: float, more: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -81,14 +102,9 @@ def _decode(
             replies = benches.ask_all(workers, do, limit_s, more)
             for name, reply in replies.items():
                 if isinstance(reply, WorkerError):
-                    if do == "load" and reply.kind == "unsupported" and name != reference:
-                        unsupported[name] = reply.message
-                        workers.pop(name).close()
-                        continue
                     if do == "forced" and reply.kind == "not_applicable":
                         continue
-                    with benches.explained(name, bench, task):
-                        raise reply
+                    leave(name, reply)
             return {
                 name: replies[name]
                 for name in workers
@@ -105,7 +121,7 @@ def _decode(
             benches.FIRST_LIMIT_S,
             {name: one | {"tokens": generate} for name, one in given.items()},
         )
-        continuation = greedy[reference]["tokens"]
+        continuation = greedy[reference]["tokens"] if reference in workers else None
         forced: dict[str, Any] = {}
         if continuation is not None:
             forced = ask(
@@ -114,10 +130,11 @@ def _decode(
                 {
                     name: one | {"continuation": continuation, "save": str(folder / f"{name}.npy")}
                     for name, one in given.items()
+                    if name in workers
                 },
             )
     seen = {name: _seen(name, greedy[name], forced.get(name), folder) for name in workers}
-    return seen, unsupported
+    return seen, gone
 
 
 def _seen(name: str, greedy: dict[str, Any], forced: dict[str, Any] | None, folder: Path) -> Seen:
