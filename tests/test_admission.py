@@ -27,6 +27,9 @@ def test_what_fits_is_admitted_and_what_does_not_says_its_numbers():
 def test_the_tightest_limit_decides_and_is_named():
     assert admission.room(512 * GIB)[1].startswith("85% of the host")
     assert admission.room(512 * GIB, device=384 * GIB)[1] == "85% of the device's 384.0 GiB"
+    alone = admission.room(64 * GIB, 140 * GIB, apart=True)
+    assert alone == (int(140 * GIB * 0.85), "85% of the device's 140.0 GiB")
+    assert admission.room(64 * GIB, None, apart=True)[1].startswith("85% of the host's")
     assert admission.room(512 * GIB, 384 * GIB, cap=8 * GIB) == (8 * GIB, "the cap of 8.0 GiB")
 
 

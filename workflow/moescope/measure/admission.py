@@ -73,15 +73,22 @@ class Admission:
 
 
 def room(
-    host: int, device: int | None = None, cap: int | None = None, share: float = SHARE
+    host: int,
+    device: int | None = None,
+    cap: int | None = None,
+    share: float = SHARE,
+    apart: bool = False,
 ) -> tuple[int, str]:
     """Bytes that a run may use, and what set the limit.
 
     host: the memory of the host. device: of the GPU, or the largest working set that it
     recommends (Metal), None if it shares the host's without a limit of its own. cap: the user's
-    own limit, taken as it is; the rest is for the system: ``share`` of the others.
+    own limit, taken as it is; the rest is for the system: ``share`` of the others. apart: the
+    device's memory is its own, so the host's is no limit of what lies there.
     """
     limits = {f"{share:.0%} of the host's {host / GIB:.1f} GiB": int(host * share)}
+    if device is not None and apart:
+        limits = {}
     if device is not None:
         limits[f"{share:.0%} of the device's {device / GIB:.1f} GiB"] = int(device * share)
     if cap is not None:
@@ -96,9 +103,10 @@ def admit(
     device: int | None = None,
     cap: int | None = None,
     share: float = SHARE,
+    apart: bool = False,
 ) -> Admission:
     """Whether a checkpoint whose run is predicted to need ``predicted`` bytes may be started."""
-    limit, what = room(host, device, cap, share)
+    limit, what = room(host, device, cap, share, apart)
     why = None
     if predicted > limit:
         why = (

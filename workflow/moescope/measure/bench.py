@@ -106,12 +106,13 @@ def open_bench(task: Task, runtimes: list[str], prompt: int, processes: int = 1)
 def _admit(task: Task, weights: int, config: dict[str, Any], processes: int) -> None:
     import psutil
 
-    shape = task.params["shape"]
+    shape, backend = task.params["shape"], task.params["machine"]["backend"]
     decision = admission.admit(
         processes * admission.predict_from(weights, config, shape["prompt"], shape["generate"]),
         psutil.virtual_memory().total,
-        host.device_memory(task.params["machine"]["backend"]),
+        host.device_memory(backend),
         cap=task.params.get("memory"),
+        apart=backend == "cuda",
     )
     if not decision.admitted:
         if processes > 1:

@@ -46,8 +46,12 @@ def describe(backend: str) -> dict[str, Any]:
 
 
 def device_memory(backend: str) -> int | None:
-    """Bytes that the device may use of the host's memory, None where it has no limit of its own
-    or is not asked for one (CUDA: managed memory may exceed the device's)."""
+    """Bytes that a GPU has of its own (CUDA), or may use of the host's (Metal); None where it
+    shares the host's without a limit."""
+    if backend == "cuda":
+        from . import gpu
+
+        return gpu.describe().get("memory")
     if backend != "metal":
         return None
     from . import macos
