@@ -95,6 +95,7 @@ ARMS = {
     "vlm-null": _arm("vlm-null", "mlx-vlm", "null"),
     "lm": _arm("lm", "mlx-lm", "candidate", on=["qwen3-moe", "qwen3-dense"]),
     "skip-experts": _arm("skip-experts", "mlx-vlm", "intervention", ("skip_experts",)),
+    "skip-moe": _arm("skip-moe", "mlx-vlm", "intervention", ("skip_moe",)),
     "top-k-1": _arm("top-k-1", "mlx-vlm", "intervention", ("top_k=1",)),
     "top-k-2": _arm("top-k-2", "mlx-vlm", "intervention", ("top_k=2",)),
     "top-k-4": _arm("top-k-4", "mlx-vlm", "intervention", ("top_k=4",)),
@@ -418,6 +419,8 @@ class Tree:
         gather = MOE_SHARES["expert_gather"] * token
         if patches == ["skip_experts"]:
             token -= gather
+        elif patches == ["skip_moe"]:
+            token *= 0.5
         elif patches:
             token -= gather * (1 - int(patches[0].removeprefix("top_k=")) / entry["top_k"])
         token *= host * self.random.gauss(1, self.noise)

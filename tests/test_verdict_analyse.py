@@ -162,6 +162,24 @@ def test_interventions_beside_the_other_instruments(plain):
     assert arm(plain, "inkling-affine", "top-k-1")["removes"] is None
 
 
+def test_what_an_arm_saves_of_what_skipping_the_block_saves(tmp_path):
+    """qwen3-moe: a token of 4 ms, half of it the blocks; the candidate takes 3 ms."""
+    found = analysis(Tree(tmp_path, slow={"lm": 0.75}).make())
+    gain = arm(found, "qwen3-moe", "lm")["against"]["gain"]
+    assert gain["value"] == pytest.approx(0.5, rel=0.05) and gain["n"] == 5
+    assert {"r00-lm", "r00-vlm", "r00-skip-moe"} <= set(gain["runs"])
+    assert arm(found, "qwen3-moe", "skip-experts")["against"]["gain"] is None
+
+
+def test_without_the_skipping_arm_in_a_round_there_is_no_gain(tmp_path):
+    def lose(run):
+        if run["arm"] == "skip-moe" and run["round"] == 1:
+            run |= {"valid": False, "why": "disturbed"}
+
+    found = analysis(Tree(tmp_path, edit_run=lose).make())
+    assert arm(found, "qwen3-moe", "lm")["against"]["gain"] is None
+
+
 def test_claims(plain):
     verdicts = {claim["name"]: claim["verdict"] for claim in plain["claims"]}
     assert verdicts == {

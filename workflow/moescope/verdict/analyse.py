@@ -204,7 +204,19 @@ class Checkpoint:
         if name == base or self.void[name] or self.void[base]:
             return None
         pairs = self._pairs(name, base)
-        return of_arms.against(base, pairs, null) if pairs.pairs else None
+        if not pairs.pairs:
+            return None
+        return of_arms.against(base, pairs, null) | {"gain": self._gain(name, base, pairs)}
+
+    def _gain(self, name: str, base: str, pairs: of_arms.Pairs) -> Figure | None:
+        """Of a candidate, where its base is also measured without its MoE blocks: see arms.gain."""
+        if self.arms[name]["role"] != "candidate":
+            return None
+        for skip, arm in self.arms.items():
+            if arm.get("patches") == ["skip_moe"] and not (self.absent[skip] or self.void[skip]):
+                if of_arms.base_arm(self.arms, skip) == base:
+                    return of_arms.gain(pairs, self._valid(skip))
+        return None
 
     def _traced(self, name: str) -> dict[str, Any]:
         subject = f"{self.name}.{name}"

@@ -115,6 +115,23 @@ def against(base: str, pairs: Pairs, null: Pairs | None) -> dict[str, Any]:
     return found
 
 
+def gain(pairs: Pairs, skipped: list[Run]) -> Figure | None:
+    """What an arm saves of the time per token that skipping the whole MoE block saves, by rounds.
+
+    skipped: the runs of the arm that skips it, over the same base. None where a round lacks one of
+    the three, or where skipping the block saves nothing there.
+    """
+    value, without = RATES["token_ms"][1], {run["round"]: run for run in skipped}
+    shares, ids = [], []
+    for run, base in pairs.pairs:
+        bound = without.get(run["round"])
+        if bound is None or value(base) <= value(bound):
+            return None
+        shares.append((value(base) - value(run)) / (value(base) - value(bound)))
+        ids += [run["id"], base["id"], bound["id"]]
+    return figure(shares, "share", [pairs.file], ids) if shares else None
+
+
 def drifts(ratios: Sequence[float], null: Sequence[float]) -> bool:
     """Does a ratio move one way through all rounds, by more than the null arm's range?
 

@@ -32,6 +32,8 @@ PATTERNS = {
     "saved.<intervention>": "1 - time per token of the intervention / of its base arm, by rounds",
     "ratio.<arm>": "decode rate of the arm / of the reference, by rounds",
     "prefill_ratio.<arm>": "prefill rate of the arm / of the reference, by rounds",
+    "gain.<arm>": "time per token that the arm saves / that skipping the whole MoE block saves, by "
+    "rounds",
     "expert_cost": "ms per token that one more routed expert costs (slope of the top_k sweep)",
     "fixed_share": "share of the token that does not depend on top_k (intercept of the sweep)",
     "operations.total": "primitives in the graph of one decoded token",
@@ -154,6 +156,7 @@ _READERS = {
     "saved": _against("saved"),
     "ratio": _against("decode"),
     "prefill_ratio": _against("prefill"),
+    "gain": _against("gain"),
     "expert_cost": _of_sweep("expert_cost"),
     "fixed_share": _of_sweep("fixed_share"),
     "operations": _operations,
