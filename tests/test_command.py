@@ -103,17 +103,21 @@ def test_bad_ends_have_their_kind_and_leave_no_process(tool, model, settings, li
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    ("settings", "kind", "why"),
     [
-        ({"TOY_CRASH": "1"}, r"a short run: crashed \(status 134\): terminate called"),
-        ({"TOY_MEMORY": "1"}, r"a short run: ran out of memory \(status 1\): .*allocate 9 bytes"),
+        ({"TOY_CRASH": "1"}, "crash", r"a short run: crashed \(status 134\): terminate called"),
+        (
+            {"TOY_MEMORY": "1"},
+            "out_of_memory",
+            r"a short run: ran out of memory \(status 1\): .*allocate 9 bytes",
+        ),
     ],
 )
-def test_what_cannot_run_here_says_so_when_it_is_loaded(tool, model, settings, why):
+def test_what_cannot_run_here_says_so_when_it_is_loaded(tool, model, settings, kind, why):
     with command.CommandWorker(tool, settings=settings) as worker:
-        with pytest.raises(WorkerError, match=why) as error:
+        with pytest.raises(WorkerDied, match=why) as error:
             worker.ask("load", 10, path=str(model))
-        assert error.value.kind == "unsupported"
+        assert error.value.kind == kind and str(model) not in str(error.value)
         with pytest.raises(WorkerError, match="decode before load"):
             ask(worker)
     with (
@@ -162,14 +166,24 @@ def test_leaving_kills_what_runs(tool, model):
         os.kill(pid, 0)
 
 
-def test_several_runs_in_one_process_only_where_the_preset_can(fake):
+def test_several_runs_in_one_process_are_one_decode(fake):
+    """Each trial of the script is slower by the first's time: 5 tokens in 0.1, 0.2, 0.3 s."""
     tool, folder = fake
-    with command.CommandWorker(tool, batch=3) as worker:
+    several = binary.Tool(
+        tool.words, tool.env, tool.manifest, {**tool.invoke, "runs_per_process": 3}
+    )
+    with command.CommandWorker(several) as worker:
         worker.ask("load", 10, path=str(folder))
-        first, second, third, fourth = (ask(worker, tokens=5) for _ in range(4))
-    assert [r["position_in_process"] for r in (first, second, third, fourth)] == [0, 1, 2, 0]
-    assert first["process_s"] == third["process_s"] != fourth["process_s"]
-    assert first["counted"] == []
+        found, again = ask(worker, tokens=5), ask(worker, tokens=5)
+    assert [one["decode_s"] for one in found["passes"]] == pytest.approx([0.1, 0.2, 0.3])
+    assert found["decode_s"] == pytest.approx(0.2) and found["forwards"] == 4
+    assert found["prefill_s"] == pytest.approx(4 / 400)
+    # As the tool counts: all tokens of all runs over their time.
+    assert found["tool_rate"] == pytest.approx(15 / 0.6)
+    assert found["process_s"] != again["process_s"] and found["counted"] == []
+    with command.CommandWorker(tool) as worker:
+        worker.ask("load", 10, path=str(folder))
+        assert "passes" not in ask(worker, tokens=5)
     one = binary.Tool(tool.words, tool.env, tool.manifest, {**tool.invoke, "runs": "one"})
     with pytest.raises(UserError, match="the preset fake measures one"):
         command.CommandWorker(one, batch=2)
@@ -185,7 +199,7 @@ def fake(tmp_path):
         "p, g, n = a['--prompt-tokens'], a['--generation-tokens'], int(a['--num-trials'])\n"
         "print(f'Timing with prompt_tokens={p}, generation_tokens={g}, batch_size=1.')\n"
         "for i in range(n):\n"
-        "    print(f'Trial {i + 1}:  prompt_tps=400.000, generation_tps=50.000, '\n"
+        "    print(f'Trial {i + 1}:  prompt_tps=400.000, generation_tps={50 / (i + 1)}, '\n"
         "          'peak_memory=1.500, total_time=0.1')\n"
         "print('Averages: prompt_tps=400.000, generation_tps=50.000, peak_memory=1.500')\n"
         "if 'DOT' in os.environ:\n"
@@ -349,8 +363,25 @@ def test_presets_that_do_not_fit_together_are_refused():
     with pytest.raises(ValueError, match=r"fields\.forwards is missing"):
         fields = {k: v for k, v in toy.INVOKE["fields"].items() if k != "forwards"}
         spec.Invoke.model_validate({**toy.INVOKE, "fields": fields})
+    with pytest.raises(ValueError, match="above 1 needs `runs: many`"):
+        spec.Invoke.model_validate({**toy.INVOKE, "runs_per_process": 2})
     with pytest.raises(ValueError, match="belong together"):
         spec.Invoke.model_validate({**toy.INVOKE, "runs": "many"})
+
+
+def test_a_study_says_how_many_runs_a_process_measures():
+    study = {
+        "kind": "command", "preset": "mlx_lm.benchmark", "runs_per_process": 3,
+        "source": {"kind": "python", "package": "mlx-lm", "env": "mlx-lm-0.32.2"},
+    }  # fmt: skip
+    runtime = spec.CommandRuntime.model_validate(study)
+    assert spec.resolve(runtime, "runtimes.b")["invoke"]["runs_per_process"] == 3
+    once = spec.CommandRuntime.model_validate(
+        study | {"preset": "mlxcel", "source": {"kind": "git", "url": "x"}}
+    )
+    with pytest.raises(UserError, match=r"preset mlxcel measures one; allowed: 1") as error:
+        spec.resolve(once, "runtimes.b")
+    assert "runtimes.b.runs_per_process" in str(error.value)
 
 
 def test_processes_end_with_their_children_and_say_their_memory():
@@ -388,10 +419,17 @@ def test_the_page_about_runtimes_shows_what_works(root, tmp_path, monkeypatch):
         if language == "yaml" and title:
             files.setdefault(title[1], []).append(yaml.safe_load(body))
     monkeypatch.setattr(spec, "PRESETS", tmp_path)
-    ((name, (preset,)), (_, (study, more))) = sorted(files.items(), reverse=True)
-    assert name == "workflow/moescope/runtimes/presets/mlx_lm.generate.yaml"
-    (tmp_path / Path(name).name).write_text(yaml.safe_dump(preset))
-    (printed,) = (body for language, body in blocks if language == "text")
+    study, more = files.pop("studies/opinion.yaml")
+    for name, (preset,) in files.items():
+        assert name.startswith("workflow/moescope/runtimes/presets/")
+        (tmp_path / Path(name).name).write_text(yaml.safe_dump(preset))
+    assert spec.presets() == ["mlx_lm.generate", "mybench"]
+    printed, lines = (body for language, body in blocks if language == "text")
+    invoke = spec.preset("mybench").invoke.model_dump(mode="json")
+    assert output.runs(lines, invoke) == [
+        {"prompt_tokens": 32, "generated_tokens": 65, "forwards": 64, "prefill_s": 0.012,
+         "decode_s": 0.128}
+    ]  # fmt: skip
     invoke = spec.preset("mlx_lm.generate").invoke.model_dump(mode="json")
     (run,) = output.runs(printed, invoke)
     assert (run["prompt_tokens"], run["forwards"]) == (3, 4)

@@ -327,6 +327,19 @@ def test_a_command_is_measured_beside_a_worker(tmp_path, monkeypatch):
     environment = read_json(task.out / "environment.json")
     assert "cannot be patched" in environment["not_applicable"]["patched"]
 
+    # A command cannot be paused: its runs are whole and follow the slices of their round.
+    params = stages.measure_params((toy, *arms[:1], stages.arm("again", "null")), count=3)
+    params["rounds"]["slices"] = 2
+    task = with_toy(stages.make(tmp_path, "measure", "tiny", params))
+    stage.run(task)
+    rows = read_runs(task.out / "runs.jsonl")
+    assert all(row["valid"] for row in rows) and len(rows) == 9
+    assert [row["arm"] for row in rows[2::3]] == ["toy"] * 3
+    assert [row.get("slices") for row in rows[:3]] == [2, 2, None]
+    assert [row["position"] for row in rows if row["arm"] == "toy"] == [0, 2, 1]
+    watched = [x["run"] for x in read_jsonl(task.out / "guard.jsonl") if x["event"] == "watch"]
+    assert watched == [name for n in range(3) for name in (f"r0{n}", f"r0{n}-toy")]
+
     params = {
         "arm": toy,
         "shape": stages.SHAPE,

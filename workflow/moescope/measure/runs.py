@@ -32,7 +32,7 @@ ALSO_KEPT = (
     "phases",
     "binary_sha256",
     "process_s",
-    "position_in_process",
+    "passes",
     "counted",
     "same_prompt",
 )

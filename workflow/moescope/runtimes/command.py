@@ -1,15 +1,17 @@
 """A command seen as a worker: asked to load and to decode like the workers of Python runtimes.
 
-``CommandWorker`` has the surface of ``client.Worker``. Each decode is a process of its own, or one
-process measures several runs where the tool can ("many") and the caller asked for it. What the tool
-times is converted to forwards timed; its own rate stands beside it.
+``CommandWorker`` has the surface of ``client.Worker``. Each decode is a process of its own, which
+measures several runs where the tool can ("many") and the study asks for it: they are one decode
+then, with the mean of their times. What the tool times is converted to forwards timed; its own rate
+stands beside it.
 """
 
 import json
 import re
+import statistics
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -33,8 +35,8 @@ class CommandWorker:
     """A command runtime's tool, with an arm's variables, as a context manager.
 
     tool: a ``binary.Tool``. log: where the tool's output goes. settings: the arm's variables; they
-    win over everything. batch: runs measured by one process; more than one only where the tool
-    can, and then successive decodes of one shape come from one process.
+    win over everything. batch: runs that the process of a decode measures, by default what the
+    runtime says; more than one only where the tool can.
     """
 
     def __init__(
@@ -42,8 +44,9 @@ class CommandWorker:
         tool: binary.Tool,
         log: Path | None = None,
         settings: dict[str, str] | None = None,
-        batch: int = 1,
+        batch: int | None = None,
     ):
+        batch = batch or tool.invoke.get("runs_per_process", 1)
         if batch > 1 and tool.invoke["runs"] != "many":
             raise UserError(
                 f"{batch} runs in one process: the preset {tool.manifest['preset']} measures one; "
@@ -55,8 +58,6 @@ class CommandWorker:
         self.ready: dict[str, Any] = {}
         self._process: process.Process | None = None
         self._asked: tuple[str, dict[str, Any]] | None = None
-        self._waiting: deque[dict[str, Any]] = deque()
-        self._shape: tuple[tuple[int, ...], int] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._tail = ""
 
@@ -133,7 +134,7 @@ class CommandWorker:
             self.model = self._checked(Path(arguments["path"]))
             self._start_process(TRIAL_PROMPT, TRIAL_TOKENS, {}, batch=1)
         elif do == "decode":
-            self._launch(arguments["prompt"], arguments["tokens"])
+            self._start_process(arguments["prompt"], arguments["tokens"], {})
         elif do in ("graph", "profile"):
             self._instrument(do, arguments["prompt"])
         elif do != "quit":
@@ -141,13 +142,13 @@ class CommandWorker:
 
     def receive(self, do: str, *, deadline: float) -> dict[str, Any]:
         """The result of the request sent last."""
-        asked, arguments = self._asked or ("", {})
+        asked = self._asked[0] if self._asked else ""
         if do != asked:
             raise WorkerError("failed", f"{do} was not asked")
         if do == "load":
             return self._load(deadline)
         if do == "decode":
-            return self._decode(arguments["prompt"], arguments["tokens"], deadline)
+            return self._decode(deadline)
         if do in ("graph", "profile"):
             return self._insight(do, deadline)
         return {}
@@ -176,19 +177,15 @@ class CommandWorker:
         return path
 
     def _load(self, deadline: float) -> dict[str, Any]:
-        """A short run, since each process loads for itself: what cannot run here says so now.
-
-        Raises WorkerError of kind ``unsupported`` for any end but a time-out, with the kind of end
-        in its text: the arm leaves, the others go on. seconds: as the tool prints them, if it does.
+        """A short run, since each process loads for itself: what cannot run here says so now, with
+        the kind of its end. seconds: as the tool prints them, if it does.
         """
         try:
             ended = self._end("a short run", deadline)
             (run,) = output.runs(ended.text, self.tool.invoke)
-        except WorkerDied as died:
-            self.model, model = None, self.model
-            if died.kind == "timeout":
-                raise
-            raise WorkerError("unsupported", died.message.replace(str(model), model.name)) from None
+        except WorkerError:
+            self.model = None
+            raise
         except UserError as error:
             self.model = None
             raise WorkerError("failed", str(error)) from None
@@ -204,52 +201,47 @@ class CommandWorker:
             "peak_memory": run.get("peak_memory", ended.peak_memory),
         }
 
-    def _launch(self, prompt: list[int], tokens: int) -> None:
-        shape = (tuple(prompt), tokens)
-        if self._waiting and self._shape == shape:
-            return
-        self._waiting.clear()
-        self._shape = shape
-        self._start_process(prompt, tokens, {})
+    def _decode(self, deadline: float) -> dict[str, Any]:
+        ended = self._end("decode", deadline)
+        try:
+            found = output.runs(ended.text, self.tool.invoke)
+        except UserError as error:
+            raise WorkerError("failed", str(error)) from None
+        if len(found) != self.batch:
+            raise WorkerError("failed", f"{self.batch} runs were asked for, {len(found)} printed")
+        return self._result(found, ended)
 
-    def _decode(self, prompt: list[int], tokens: int, deadline: float) -> dict[str, Any]:
-        if not self._waiting:
-            ended = self._end("decode", deadline)
-            try:
-                found = output.runs(ended.text, self.tool.invoke)
-            except UserError as error:
-                raise WorkerError("failed", str(error)) from None
-            if len(found) != self.batch:
-                raise WorkerError(
-                    "failed", f"{self.batch} runs were asked for, {len(found)} printed"
-                )
-            for position, run in enumerate(found):
-                self._waiting.append(self._result(run, ended, position))
-        return self._waiting.popleft()
-
-    def _result(self, run: dict[str, Any], ended: process.Ended, position: int) -> dict[str, Any]:
-        invoke = self.tool.invoke
-        tokens = run.get("tokens") or None
+    def _result(self, runs: list[dict[str, Any]], ended: process.Ended) -> dict[str, Any]:
+        """One decode of the runs of a process: the means of their times, and each in "passes"."""
+        invoke, run = self.tool.invoke, runs[0]
+        for name in ("prompt_tokens", "generated_tokens", "forwards"):
+            if len({one[name] for one in runs}) > 1:
+                counts = ", ".join(str(one[name]) for one in runs)
+                raise WorkerError("failed", f"runs of one process differ in {name}: {counts}")
+        tokens = _tokens(run.get("tokens") or [], self.batch)
+        rates = [one["tool_rate"] for one in runs if "tool_rate" in one]
+        peaks = [one["peak_memory"] for one in runs if "peak_memory" in one]
+        passes = [{key: one[key] for key in ("prefill_s", "decode_s")} for one in runs]
         argv = " ".join(invoke["argv"])
         return {
             "prompt_tokens": run["prompt_tokens"],
             "generated_tokens": run["generated_tokens"],
-            "prefill_s": run["prefill_s"],
-            "decode_s": run["decode_s"],
+            "prefill_s": statistics.fmean(one["prefill_s"] for one in runs),
+            "decode_s": statistics.fmean(one["decode_s"] for one in runs),
             "forwards": run["forwards"],
             "token_s": None,
             "build_s": None,
             "tokens": tokens,
             "tokens_sha256": None if tokens is None else sha256_text(canonical(tokens)),
             "finite": None,
-            "peak_memory": run.get("peak_memory", ended.peak_memory),
-            "tool_rate": run.get("tool_rate"),
+            "peak_memory": max(peaks) if peaks else ended.peak_memory,
+            "tool_rate": statistics.harmonic_mean(rates) if rates else None,
             "load_s": run.get("load_s"),
             "paths": run.get("paths", []),
             "phases": run.get("phases", []),
             "binary_sha256": self.tool.sha256,
             "process_s": ended.seconds,
-            "position_in_process": position,
+            **({"passes": passes} if self.batch > 1 else {}),
             "counted": [
                 f for f in ("prompt_tokens", "generated_tokens") if f not in invoke["asked"]
             ],
@@ -320,7 +312,8 @@ class CommandWorker:
                 file.write(ended.text.rstrip() + "\n")
         if not ended.good:
             kind = admission.classify(ended.status, ended.text, ended.timed_out)
-            message = f"{doing}: {admission.explain(kind, ended.status, ended.text)}"
+            status = None if ended.timed_out else ended.status  # that of our own kill
+            message = f"{doing}: {admission.explain(kind, status, ended.text)}"
             if kind in ("no_backend", "no_kernel", "unsupported"):
                 raise WorkerError("unsupported", message)
             raise WorkerDied(kind, message, ended.status, self._tail)
@@ -361,6 +354,14 @@ def command_line(tool: binary.Tool, words: dict[str, str]) -> list[str]:
         if not lacking & set(flags["argv"]):
             argv += [binary.fill(word, words) for word in flags["argv"]]
     return argv
+
+
+def _tokens(tokens: list[int], runs: int) -> list[int] | None:
+    """The tokens of one of ``runs`` equal runs; those of all where they differ, None for none."""
+    size, rest = divmod(len(tokens), runs)
+    if not tokens:
+        return None
+    return tokens[:size] if not rest and tokens == tokens[:size] * runs else tokens
 
 
 def phase_marks(lines: Iterable[str]) -> dict[str, dict[str, int]]:

@@ -4,6 +4,7 @@ built, how it is called and how its output is read. Presets hold all but the pin
 
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -112,6 +113,7 @@ class Build(Strict):
         for command in commands:
             if not shlex.split(command):
                 raise ValueError("an empty command")
+            _filled([command], ("features", "tree"))
         return commands
 
 
@@ -201,7 +203,8 @@ class Invoke(Strict):
     denominator: in words, what the tool's own rate divides by what.
     fields: arithmetic over the output's values; the required ones are in ``REQUIRED``.
     asked: fields that the tool echoes from its command line instead of counting.
-    runs: "one" a process, or "many" if the command line has {runs}.
+    runs: "one" a process, or "many" if the command line has {runs}. runs_per_process: how many
+    then; they are one run of a round, with the mean of their times.
     """
 
     says: str
@@ -211,6 +214,7 @@ class Invoke(Strict):
     options: dict[Word, str] = {}
     env: dict[Variable, str] = {}
     runs: Literal["one", "many"] = "one"
+    runs_per_process: Annotated[int, Field(ge=1)] = 1
     output: Output
     fields: dict[str, str]
     asked: list[str] = []
@@ -235,12 +239,30 @@ class Invoke(Strict):
                 )
         if (self.runs == "many") != any("{runs}" in part for part in self.argv):
             raise ValueError("`runs: many` and {runs} in argv belong together")
-        allowed = {*PLACEHOLDERS, *self.options}
-        for part in (*self.argv, *(word for flags in self.optional for word in flags.argv)):
-            for name in re.findall(r"\{([^{}]*)\}", part):
-                if name not in allowed and not name.startswith("binary."):
-                    raise ValueError(f"argv: {{{name}}} is unknown; allowed: {sorted(allowed)}")
+        if self.runs_per_process > 1 and self.runs != "many":
+            raise ValueError("`runs_per_process` above 1 needs `runs: many`")
+        unknown = set(self.asked) - set(self.fields)
+        if unknown:
+            raise ValueError(
+                f"asked: {', '.join(sorted(unknown))} is none of the fields: "
+                f"{', '.join(self.fields)}"
+            )
+        allowed = (*PLACEHOLDERS, *self.options)
+        flags = (word for flags in self.optional for word in flags.argv)
+        extra = (text for one in self.instruments.values() for text in one.env.values())
+        for part in self.argv, flags, extra:
+            _filled(part, allowed)
+        _filled(self.help or (), ("python", "tree"))
+        for name, value in self.env.items():
+            for word in re.findall(r"\{([a-z_][a-z0-9_.]*)\}", value):
+                if word in allowed or word.startswith("binary."):
+                    raise ValueError(f"env.{name}: nothing is filled in there; give a fixed value")
         return self
+
+    def placeholders(self) -> set[str]:
+        """What the command lines have filled in, among them "binary.<name>"."""
+        words = [*self.argv, *(self.help or ()), *(w for f in self.optional for w in f.argv)]
+        return {name for word in words for name in re.findall(r"\{([a-z_][a-z0-9_.]*)\}", word)}
 
 
 class Preset(Strict):
@@ -253,7 +275,8 @@ class Preset(Strict):
 
 class CommandRuntime(Strict):
     """A runtime that is a command. ``build`` and ``framework`` replace the preset's, key by key;
-    ``options`` fill the preset's placeholders of the same names."""
+    ``options`` fill the preset's placeholders of the same names; ``runs_per_process`` replaces the
+    preset's."""
 
     kind: Literal["command"]
     preset: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
@@ -261,6 +284,7 @@ class CommandRuntime(Strict):
     build: dict[str, Any] = {}
     framework: dict[str, Any] | None = None
     options: dict[Word, str] = {}
+    runs_per_process: Annotated[int, Field(ge=1)] | None = None
 
 
 def presets() -> list[str]:
@@ -302,7 +326,13 @@ def resolve(runtime: CommandRuntime, where: str) -> dict[str, Any]:
             f"{where}.options",
         )
     options = {**template.invoke.options, **runtime.options}
-    invoke = template.invoke.model_copy(update={"options": options})
+    each = runtime.runs_per_process or template.invoke.runs_per_process
+    if each > 1 and template.invoke.runs != "many":
+        raise UserError(
+            f"{each} runs: a process of the preset {runtime.preset} measures one; allowed: 1",
+            f"{where}.runs_per_process",
+        )
+    invoke = template.invoke.model_copy(update={"options": options, "runs_per_process": each})
     resolved: dict[str, Any] = {
         "kind": "command",
         "preset": runtime.preset,
@@ -318,14 +348,21 @@ def resolve(runtime: CommandRuntime, where: str) -> dict[str, Any]:
     elif runtime.build or runtime.framework:
         raise UserError("only a git source is built", f"{where}.build")
     names = resolved.get("build", {}).get("binaries", {})
-    for part in invoke.argv:
-        for name in re.findall(r"\{binary\.([^{}]*)\}", part):
-            if name not in names:
-                allowed = ", ".join(names) or "none (this source builds nothing)"
-                raise UserError(
-                    f"the command line calls {{binary.{name}}}; allowed: {allowed}",
-                    f"{where}.build.binaries",
-                )
+    filled = invoke.placeholders()
+    for name in sorted(filled):
+        if name.startswith("binary.") and name.removeprefix("binary.") not in names:
+            allowed = ", ".join(names) or "none (this source builds nothing)"
+            raise UserError(
+                f"the command line calls {{{name}}}; allowed: {allowed}", f"{where}.build.binaries"
+            )
+    absent = "python" if isinstance(runtime.source, GitSource) else "tree"
+    if absent in filled:
+        raise UserError(
+            f"the preset's command line has {{{absent}}}, which a source of kind "
+            f"{runtime.source.kind} does not give; allowed kinds: "
+            f"{'git' if absent == 'tree' else 'python, ambient'}",
+            f"{where}.source.kind",
+        )
     return resolved
 
 
@@ -360,7 +397,23 @@ def first(error: ValueError) -> str:
     item = error.errors()[0]
     key = ".".join(str(part) for part in item["loc"])
     message = item["msg"].removeprefix("Value error, ")
+    if isinstance(item.get("input"), str | int | float | None) and item["type"] != "missing":
+        message = f"{item['input']!r}: {message[0].lower()}{message[1:]}"
     return f"{key}: {message[0].lower()}{message[1:]}" if key else message
+
+
+def _filled(words: Iterable[str], allowed: Iterable[str]) -> None:
+    """Raises ValueError for a {placeholder} that nothing fills; {binary.<name>} is checked later.
+
+    Brackets around what cannot be a name (JSON, a regular expression) are left alone.
+    """
+    for word in words:
+        for name in re.findall(r"\{([a-z_][a-z0-9_.]*)\}", word):
+            if name not in allowed and not name.startswith("binary."):
+                raise ValueError(
+                    f"{word!r}: {{{name}}} is unknown; allowed: "
+                    f"{', '.join(f'{{{one}}}' for one in sorted(allowed))}"
+                )
 
 
 def _pattern(text: str, groups: int | None) -> str:
