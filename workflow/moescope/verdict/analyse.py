@@ -213,9 +213,10 @@ class Checkpoint:
         if self.arms[name]["role"] != "candidate":
             return None
         for skip, arm in self.arms.items():
-            if arm.get("patches") == ["skip_moe"] and not (self.absent[skip] or self.void[skip]):
-                if of_arms.base_arm(self.arms, skip) == base:
-                    return of_arms.gain(pairs, self._valid(skip))
+            usable = not (self.absent[skip] or self.void[skip])
+            same = arm.get("patches") == ["skip_moe"] and of_arms.base_arm(self.arms, skip) == base
+            if usable and same:
+                return of_arms.gain(pairs, self._valid(skip))
         return None
 
     def _traced(self, name: str) -> dict[str, Any]:
