@@ -224,7 +224,10 @@ def _build(runtime: dict[str, Any], folder: Path, work: Path, where: str) -> Non
     """Check out, build, and write built.json last."""
     source, recipe = runtime["source"], runtime["build"]
     commit, tree, log = source["commit"], folder / "tree", folder / "build.log"
-    submodules = git.checkout(source["url"], commit, tree, work, source["submodules"])
+    try:
+        submodules = git.checkout(source["url"], commit, tree, work, source["submodules"])
+    except UserError as error:
+        raise UserError(str(error), f"{where}.source") from None
     framework = runtime.get("framework")
     pin = None
     if framework:
@@ -246,7 +249,10 @@ def _build(runtime: dict[str, Any], folder: Path, work: Path, where: str) -> Non
         seconds += ended.seconds
         left -= ended.seconds
         if ended.status is None:
-            raise UserError(f"{argv[0]}: {ended.stderr.split(': ')[-1]}", f"{where}.build.commands")
+            raise UserError(
+                f"{argv[0]}: {ended.stderr.split(': ')[-1]}; install it, or mend the command",
+                f"{where}.build.commands",
+            )
         if ended.timed_out:
             limit = recipe["timeout_s"]
             raise UserError(
@@ -256,8 +262,9 @@ def _build(runtime: dict[str, Any], folder: Path, work: Path, where: str) -> Non
             )
         if ended.status:
             tail = " | ".join(log.read_text(errors="replace").strip().splitlines()[-4:])[-500:]
+            killed = " (killed; was there memory enough?)" if ended.status == 137 else ""
             raise UserError(
-                f"{command!r} ended with {ended.status}: {tail}; see {_shown(log, work)}",
+                f"{command!r} ended with {ended.status}{killed}: {tail}; see {_shown(log, work)}",
                 f"{where}.build.commands",
             )
     dirt = git.changes(tree, untracked=False)
@@ -272,7 +279,9 @@ def _build(runtime: dict[str, Any], folder: Path, work: Path, where: str) -> Non
         found = tree / path
         if not found.is_file() or not found.resolve().is_relative_to(tree.resolve()):
             raise UserError(
-                f"the build made no file {path} in its tree", f"{where}.build.binaries.{name}"
+                f"the build made no file {path} in its tree; mend the path or the commands"
+                f"{_near(tree, path)}",
+                f"{where}.build.binaries.{name}",
             )
         binaries[name] = {
             "path": path,
@@ -295,6 +304,15 @@ def _build(runtime: dict[str, Any], folder: Path, work: Path, where: str) -> Non
             "seconds": round(seconds, 3),
         },
     )
+
+
+def _near(tree: Path, path: str) -> str:
+    """Files of that name which the build did make, or what is in the folder."""
+    found = [p for p in sorted(tree.rglob(Path(path).name))[:3] if p.is_file()]
+    found = found or [p for p in sorted((tree / path).parent.glob("*"))[:6] if os.access(p, os.X_OK)
+                      and p.is_file()]  # fmt: skip
+    names = ", ".join(p.relative_to(tree).as_posix() for p in found)
+    return f" (there is {names})" if names else ""
 
 
 def _check_pin(pin: dict[str, Any] | None, framework: dict[str, Any] | None, where: str) -> None:

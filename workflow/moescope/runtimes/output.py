@@ -4,6 +4,7 @@ by the preset's arithmetic, so that every rate has the same denominator (forward
 
 import csv
 import json
+import math
 import re
 from typing import Any
 
@@ -55,9 +56,19 @@ def runs(text: str, invoke: dict[str, Any]) -> list[dict[str, Any]]:
             raise UserError(f"the output says {run}, which is no measurement: {_excerpt(text)}")
         found.append({**run, **lists})
     if not found:
-        wanted = output["each"] or output["header"] or output["prefix"] or "a JSON object"
-        raise UserError(f"the output holds no run; looked for {wanted!r} in: {_excerpt(text)}")
+        raise UserError(f"the output holds no run; looked for {_sign(output)} in: {_excerpt(text)}")
     return found
+
+
+def _sign(output: dict[str, Any]) -> str:
+    """What shows that there is a run."""
+    if output["kind"] == "patterns":
+        return repr(output["each"]) if output["each"] else " or ".join(map(repr, output["once"]))
+    if output["kind"] == "csv":
+        return f"a line like {output['header']!r} and rows below it"
+    after = f" after {output['prefix']!r}" if output["prefix"] else ""
+    having = f" with {output['where']}" if output["where"] else ""
+    return f"a JSON object{after}{having}"
 
 
 def _values(text: str, output: dict[str, Any]) -> list[dict[str, float]]:
@@ -86,6 +97,8 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
             numbers[name] = float(value)
         except (TypeError, ValueError):
             raise UserError(f"the output's {name} is {value!r}, which is no number") from None
+        if not math.isfinite(numbers[name]):
+            raise UserError(f"the output's {name} is {value!r}; the tool measured nothing there")
     return numbers
 
 

@@ -100,9 +100,9 @@ def _checkpoint(name: str, where: str, root: Path) -> dict[str, Any]:
 
 def _line(item: dict[str, Any], where: str) -> str:
     # A union's tag (hub, python, ...) appears in pydantic's location but not in the file.
-    tags = {"hub", "local", "synthetic", "python", "ambient", "command"}
+    tags = {"hub", "local", "synthetic", "python", "ambient", "command", "git"}
     path = [str(part) for part in item["loc"]]
-    path = [part for i, part in enumerate(path) if not (part in tags and i in (2, 3))]
+    path = [part for i, part in enumerate(path) if not (part in tags and i in (2, 3, 4))]
     key = ".".join(path) or "study"
     given = item.get("input")
     stands = f"{given!r}" if not isinstance(given, dict | list) else type(given).__name__
