@@ -100,6 +100,7 @@ def in_order(events: Events, step: int, steps: int) -> Events:
         again[1].extend(map(moved, kernels))
         again[2].extend((name, a + by, b + by) for name, a, b in ranges)
         marks.append(Mark("taken", n + 1, (n + 1) * length + 1))
+        marks.append(Mark("token", n, (n + 1) * length + 2))
     graphs = {n + 1: events.steps[step] for n in range(steps)}
     calls, ran, heard = again
     return Events(marks, ran, calls, [], {}, heard, graphs, [])

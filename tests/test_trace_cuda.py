@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 import gpu_traces
-from moescope.files import sha256_file
-from moescope.runtimes.client import WorkerError
-from moescope.trace import align, cuda, kernels
+from moescope.files import sha256_file, sha256_text
+from moescope.measure import gpu
+from moescope.runtimes.client import WorkerDied, WorkerError
+from moescope.trace import align, cuda, kernels, stage
 
 TOKENS = 4
 
@@ -27,11 +28,23 @@ class Arm:
     """A worker by script. graphs: how kernels look with CUDA graphs on."""
 
     pid = 1
+    routing = None
 
     def __init__(self, recorded, settings, graphs=lambda events: events, order=lambda e: e, busy=1):
         self.events, self.step = recorded
         self.settings, self.graphs, self.order, self.busy = settings, graphs, order, busy
-        self.asked = []
+        self.asked, self.swept = [], []
+
+    @staticmethod
+    def other(events, k):
+        """Another kernel below eight experts; more than nine are refused."""
+        if k > 9:
+            raise WorkerError("not_applicable", f"top_k={k} is too much")
+        name = "_ZN3mlx4core2cu17gather_qmv_kernelILi8EEEvv"
+        if k < 8:
+            ran = [replace(x, name=name) if "qmm_sm80" in x.name else x for x in events.kernels]
+            events = replace(events, kernels=ran)
+        return events
 
     def __enter__(self):
         return self
@@ -49,10 +62,32 @@ class Arm:
     def load(self, **_):
         if self.settings and self.busy == 0:
             raise WorkerError("out_of_memory", "twice is too much")
-        return {"moe_layers": ["a"] * 4}
+        return {"moe_layers": ["a"] * 4, "routing": self.routing}
 
     def decode(self, prompt, tokens, patches):
-        return {"token_s": [0.002] * (tokens - 1)}
+        return {
+            "token_s": [0.002] * (tokens - 1),
+            "decode_s": 0.002 * (tokens - 1),
+            "forwards": tokens - 1,
+            "cpu_s": 0.003 * (tokens - 1),
+            "tokens": list(range(tokens)),
+        }
+
+    def scopes(self, prompt, tokens, passes, patches):
+        text = json.dumps(list(range(tokens + 1)), separators=(",", ":"))
+        one = {
+            "wall_s": 0.004 * tokens,
+            "terms_s": {"router": 0.001 * tokens, "norm": 0.003 * tokens},
+            "tokens_sha256": sha256_text(text),
+        }
+        return {"passes": [one] * passes}
+
+    def graph(self, prompt, patches):
+        return {"operations": [{"term": "norm", "primitive": "Sum", "count": 2}], "total": 2,
+                "astype": 0}  # fmt: skip
+
+    def wait_ready(self):
+        return {}
 
     def bandwidth(self):
         return {"size": 1, "read": {"value": 4e12, "min": 3.9e12, "max": 4.1e12, "n": 7}}
@@ -66,11 +101,20 @@ class Arm:
     def receive(self, do, *, deadline):
         return self.ask(do, 1, **self.sent)
 
-    def kernels(self, prompt, tokens, save, patches, calls="all", order=False, forced=False):
+    def kernels(
+        self, prompt, tokens, save, patches, calls="all", order=False, forced=False, steps=None
+    ):
         assert Path(save).is_absolute()
-        if order:
-            assert self.settings["MLX_USE_CUDA_GRAPHS"] == "0" and calls == "all"
-            found = self.order(gpu_traces.in_order(self.events, self.step.step, tokens))
+        if self.settings.get("MLX_USE_CUDA_GRAPHS") == "0" and not forced:
+            assert calls == "all"
+            found = gpu_traces.in_order(self.events, self.step.step, tokens)
+            exported = {n: of for n, of in found.steps.items() if n in (steps or found.steps)}
+            found = self.order(replace(found, steps=exported))
+            if not order:
+                found = replace(found, ranges=None, steps={})
+            if patches:
+                self.swept.append(patches)
+                found = self.other(found, int(patches[0].removeprefix("top_k=")))
         elif forced:
             found = gpu_traces.forced(self.step, tokens)
         else:
@@ -84,12 +128,14 @@ class Arm:
 
 
 @pytest.fixture
-def context(tmp_path, recorded):
+def context(tmp_path, recorded, monkeypatch):
     made = []
 
-    def build(**how):
+    def build(settings=(), fits=True, **how):
+        settings = dict(settings)
+        monkeypatch.setattr(cuda, "_fits", lambda context, times: fits)
         task = SimpleNamespace(
-            params={"trace": {"passes": 2, "tokens": TOKENS}},
+            params={"trace": {"passes": 2, "tokens": TOKENS}, **settings},
             out=tmp_path / "out",
             work=tmp_path / "work",
             key="k" * 12,
@@ -103,16 +149,25 @@ def context(tmp_path, recorded):
 
         return SimpleNamespace(
             task=task,
-            arm={"name": "lm"},
+            arm={"name": "lm", "role": "reference"},
             patches=[],
             worker=worker,
             bench=SimpleNamespace(prompt=[1, 2], loading=lambda arm: {"path": "x"}),
             guard=SimpleNamespace(own=lambda pid: None, settle=lambda: None),
-            guarded=lambda name, call: call(),
+            guarded=lambda name, call: call() | {"guard": {}},
             made=made,
         )
 
     return build
+
+
+def measure(here):
+    """The whole stage but the bench; what the instrument adds to trace.json."""
+    found = stage.Found(TOKENS)
+    stage._together(here, cuda.Instrument, found)
+    assert len(found.passes) == len(found.plain) == 2
+    assert found.counts["total"] == 2 and found._same_tokens()
+    return {"not_measured": found.not_measured, "instruments": found.instruments, **found.more}
 
 
 def read(path):
@@ -122,7 +177,7 @@ def read(path):
 
 def test_everything_adds_up_and_every_kernel_has_its_term(context, recorded):
     here = context()
-    found = cuda.measure(here)
+    found = measure(here)
     out = here.task.out
     terms = json.loads((out / "terms.json").read_text())
     assert terms["schema"] == "moescope/terms/1"
@@ -138,7 +193,7 @@ def test_everything_adds_up_and_every_kernel_has_its_term(context, recorded):
     ):
         assert busy + gap == pytest.approx(2.0) and share == pytest.approx(busy / 2.0)
     assert terms["launches"] == [len(step.launches)] * 2
-    assert terms["profiler_cost"] == [pytest.approx(1 / 99, rel=0.02)] * 2
+    assert terms["profiler_cost"] == [pytest.approx(1 / 99, rel=0.02)] * cuda.PAIRS
     wall = [profiled / 2.0 - 1 for profiled in terms["profiled_wall_ms"]]
     assert terms["profiler_wall_cost"] == pytest.approx(wall)
     assert terms["window_disagreement"] == pytest.approx(0, abs=1e-9)
@@ -164,20 +219,80 @@ def test_everything_adds_up_and_every_kernel_has_its_term(context, recorded):
     assert found["not_measured"] == []
 
 
-def test_plain_and_profiled_passes_alternate_and_come_after_a_discarded_one(context):
+def test_processes_start_together_and_take_turns_where_time_is_taken(context):
     here = context()
-    cuda.measure(here)
-    bare, watched, order = here.made
-    assert bare.settings == {} and watched.settings == {"MOESCOPE_BEFORE_MLX": "cupti"}
-    assert bare.asked[:6] == ["start", "load", "decode", "decode", "decode", "bandwidth"]
-    assert watched.asked[:7] == ["start", "load", "decode", *["kernels"] * 4]
-    assert order.asked == ["load", "decode", "kernels", "close"]
+    measure(here)
+    plain, watched, alone = here.made
+    assert plain.settings == {} and watched.settings == {"MOESCOPE_BEFORE_MLX": "cupti"}
+    first = ["start", "load", "decode"]
+    turns = ["decode", "scopes"] * 2
+    assert plain.asked == [*first, "scopes", "graph", *turns, "bandwidth", "close"]
+    # Two turns of two, the longer pass, and short pairs up to five in all.
+    assert watched.asked == [*first, *["kernels"] * 4, "kernels", *["kernels"] * 6, "close"]
+    assert alone.asked == [*first, "kernels", "kernels", "kernels", "close"]
     assert not (here.task.work / "tmp" / f"events-{here.task.key}").exists()
+
+
+def test_instruments_are_compared_on_the_same_steps_and_by_kernels_alone(context, recorded):
+    here = context()
+    measure(here)
+    terms = json.loads((here.task.out / "terms.json").read_text())
+    assert terms["alone_terms"].keys() == terms["forced_terms"].keys() == terms["terms"].keys()
+    for name in ("alone", "overlap", "instruments", "all_instruments", "launches"):
+        assert terms[f"{name}_disagreement"] == pytest.approx(0, abs=1e-9)
+    assert len(terms["profiler_cost"]) == len(terms["all_profiler_cost"]) == cuda.PAIRS
+    assert terms["cpu_ms"]["plain"] == [pytest.approx(3.0)] * 2
+    assert terms["model_busy_ms"] == terms["busy_ms"]
+
+
+def sweeping(context, monkeypatch, most, **settings):
+    monkeypatch.setattr(Arm, "routing", {"top_k": 8, "most": most})
+    here = context(**settings)
+    return here, measure(here)
+
+
+def test_the_sweep_tells_for_each_top_k_which_kernel_the_gather_runs(context, monkeypatch):
+    here, found = sweeping(context, monkeypatch, 128)
+    assert found["sweep"] == {
+        "schema": "moescope/sweep/1", "top_k": 8, "most": 128, "guard": {}, "file": "sweep.csv",
+    }  # fmt: skip
+    rows = read(here.task.out / "sweep.csv")
+    assert [int(row["top_k"]) for row in rows] == list(range(1, 11))
+    kinds = {int(row["top_k"]): row["kernel"] for row in rows}
+    assert {kinds[k] for k in range(1, 8)} == {"gather_qmv_kernel"}
+    assert kinds[8] == kinds[9] == "qmm_sm80_kernel" and kinds[10] == ""
+    assert rows[-1]["why"] == "not applicable: top_k=10 is too much"
+    each = here.made[2].step.launches
+    products = [k.ns for k in each if "qmm_sm80" in k.name]
+    assert float(rows[7]["ms_per_token"]) == pytest.approx(sum(products) / 1e6, rel=1e-4)
+    assert float(rows[7]["gather_ms_per_token"]) > float(rows[7]["ms_per_token"])
+    assert all(float(row["per_layer"]) == 3 for row in rows[:-1])
+    assert here.made[2].swept == [[f"top_k={k}"] for k in (*range(1, 8), 9, 10)]
+
+
+def test_a_sweep_ends_where_the_model_does_and_can_be_left_out(context, monkeypatch):
+    here, _ = sweeping(context, monkeypatch, 8)
+    rows = read(here.task.out / "sweep.csv")
+    assert [int(row["top_k"]) for row in rows] == list(range(1, 10))
+    assert rows[-1]["why"] == "the model allows 8 at most"
+    off = {"trace": {"passes": 2, "tokens": TOKENS, "sweep": False}}
+    here, found = sweeping(context, monkeypatch, 128, settings=off)
+    assert "sweep" not in found and here.made[-1].swept == []
+
+
+def test_a_sweep_whose_process_dies_costs_the_sweep_alone(context, monkeypatch):
+    def die(events, k):
+        raise WorkerDied("crash", f"top_k={k}: gone")
+
+    monkeypatch.setattr(Arm, "other", staticmethod(die))
+    here, found = sweeping(context, monkeypatch, 128)
+    (row,) = read(here.task.out / "sweep.csv")
+    assert row["why"] == "top_k=1: gone" and "kernels" in found["instruments"]
 
 
 def test_without_ranges_the_table_decides_and_the_record_says_so(context):
     here = context(order=lambda events: replace(events, ranges=None))
-    found = cuda.measure(here)
+    found = measure(here)
     terms = json.loads((here.task.out / "terms.json").read_text())
     assert terms["method"] == "table" and terms["unclassified"] == [0, 0]
     assert "not heard" in found["not_measured"][0]
@@ -189,7 +304,7 @@ def test_an_alignment_that_fails_leaves_the_forced_pass_alone(context):
         return replace(events, steps=steps)
 
     here = context(order=other_mlx)
-    found = cuda.measure(here)
+    found = measure(here)
     terms = json.loads((here.task.out / "terms.json").read_text())
     assert terms["method"] == "forced"
     assert terms["terms"].keys() == terms["forced_terms"].keys()
@@ -206,7 +321,7 @@ def test_kernels_that_differ_under_cuda_graphs_are_not_labelled_by_force(context
         )
 
     here = context(graphs=one_less)
-    found = cuda.measure(here)
+    found = measure(here)
     terms = json.loads((here.task.out / "terms.json").read_text())
     assert terms["method"] == "forced"
     assert "launches are missing" in found["not_measured"][-1]
@@ -218,11 +333,17 @@ def test_a_host_without_cupti_has_no_kernels_and_says_why(context, monkeypatch):
 
     monkeypatch.setattr(Arm, "kernels", refuse)
     here = context()
-    assert cuda.measure(here) == {"not_measured": ["kernels: the environment has no cupti-python"]}
+    found = measure(here)
+    assert found["not_measured"] == ["kernels: the environment has no cupti-python"]
+    assert found["instruments"] == ["scopes", "graph"]
     assert list(here.task.out.iterdir()) == []
+    assert not (here.task.work / "tmp" / f"events-{here.task.key}").exists()
 
 
-def test_weights_that_fit_once_are_measured_one_process_after_the_other(context, monkeypatch):
+@pytest.mark.parametrize("known", [True, False], ids=["known before", "found out"])
+def test_weights_that_fit_once_are_measured_one_process_after_the_other(
+    context, monkeypatch, known
+):
     real, up = Arm.load, []
 
     def load(self, **given):
@@ -233,10 +354,34 @@ def test_weights_that_fit_once_are_measured_one_process_after_the_other(context,
         return real(self, **given)
 
     monkeypatch.setattr(Arm, "load", load)
-    here = context()
-    cuda.measure(here)
+    here = context(fits=not known)
+    found = measure(here)
     terms = json.loads((here.task.out / "terms.json").read_text())
     assert len(terms["wall_ms"]) == len(terms["busy_ms"]) == 2
+    assert found["instruments"].count("scopes") == 1
+
+
+def test_memory_that_runs_out_in_a_first_pass_is_no_end_either(context, monkeypatch):
+    real = Arm.decode
+
+    def decode(self, **given):
+        if len([arm for arm in here.made if "close" not in arm.asked]) > 1:
+            raise WorkerError("out_of_memory", "no room for the cache")
+        return real(self, **given)
+
+    monkeypatch.setattr(Arm, "decode", decode)
+    here = context()
+    found = measure(here)
+    assert "kernels" in found["instruments"] and found["instruments"].count("graph") == 1
+
+
+def test_the_gpu_s_memory_decides_how_many_processes_start(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
+    here = SimpleNamespace(bench=SimpleNamespace(weights=tmp_path))
+    monkeypatch.setattr(gpu, "describe", lambda: {"memory": 4286})
+    assert cuda._fits(here, 3)
+    monkeypatch.setattr(gpu, "describe", lambda: {"memory": 4285})
+    assert not cuda._fits(here, 3)
 
 
 def test_kernels_of_real_cuda_graphs_get_the_terms_of_the_traced_order():

@@ -13,6 +13,8 @@ from moescope.trace import align, kernels, timeline
 from moescope.trace.align import Label
 from moescope.trace.events import Call, Events, Kernel, Mark
 
+SIGNAL = "_ZN3mlx4core2cu19event_signal_kernelEPjj"
+
 INTERVALS = st.lists(
     st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda p: (p[0], p[0] + p[1])),
     max_size=12,
@@ -126,9 +128,13 @@ def test_paths_name_the_experts_kernels_and_what_comes_out_uneven(events, step):
     found = kernels.path(window, LAYERS)
     assert found["experts"][0] == {
         "kernel": "qmm_sm80_kernel",
+        "launches": 5 * 3 * LAYERS,
         "launches_per_token": 3 * LAYERS,
         "per_layer": 3,
+        "helper": False,
     }
+    assert [row["helper"] for row in found["experts"]] == [False, True]  # copies of the indices
+    assert (found["steps"], found["moe_layers"]) == (5, LAYERS)
     assert found["uneven"] == []
     stray = (run("softmax", 1, 2), Label("Softmax", "m", "router"), 1.0)
     fewer = replace(window, kernels=[*window.kernels, stray])
@@ -137,12 +143,55 @@ def test_paths_name_the_experts_kernels_and_what_comes_out_uneven(events, step):
 
 
 def test_two_lengths_give_a_token_what_the_window_gives(step):
-    short, long = (with_graphs(step.launches, steps=n) for n in (5, 9))
-    found = kernels.difference(short, long)
+    launches, apart = [*step.launches, run(SIGNAL, 0, 7000)], 7e-3
+    short, long = (with_graphs(launches, steps=n) for n in (5, 9))
+    each = sum(k.ns for k in launches) / 1e6
+    found = kernels.difference([short, short], long)
     assert found["launches"] == len(step.launches)
-    assert found["ms"] == pytest.approx(sum(k.ns for k in step.launches) / 1e6)
+    assert found["all_launches"] == len(step.launches) + 1
+    assert found["all_ms"] == pytest.approx(each)
+    assert found["ms"] == pytest.approx(each - apart)
+    # One pass of several that was held up is not what the others have.
+    held = replace(short, kernels=[replace(k, end=k.end + 90_000) for k in short.kernels])
+    assert kernels.difference([short, held, short], long)["ms"] == pytest.approx(each - apart)
     with pytest.raises(ValueError, match="the longer run has 5"):
-        kernels.difference(long, short)
+        kernels.difference([long], short)
+
+
+def test_while_the_gpu_is_held_by_a_signal_no_time_is_the_model_s():
+    # A gather waits for the same page as the signal: its own time is what is left of it.
+    ran = [run("a", 0, 10), run(SIGNAL, 10, 100), run("gather", 40, 103), run("b", 103, 110)]
+    assert kernels.parts(ran) == [10, 90, 3, 7]
+    labels = {1: [Label("P", "m", "norm"), align.OUTSIDE, *[Label("P", "m", "other")] * 2]}
+    marks = [Mark("token", 0, 0), Mark("token", 1, 120)]
+    events = Events(marks, ran, [], [], {}, None, {}, [])
+    window = kernels.window(events, {1: ran}, labels)
+    terms = kernels.by_term(window)
+    assert terms["synchronisation"] == {"ms": 90e-6, "launches": 1.0}
+    assert terms["other"] == {"ms": pytest.approx(10e-6), "launches": 2.0}
+    assert (window.busy, window.model_busy) == (110, 20) and kernels.busy(ran) == 20
+    assert sum(entry["ms"] for entry in terms.values()) == pytest.approx(window.busy / 1e6)
+    assert kernels.folded(terms)["other"] == {"ms": pytest.approx(100e-6), "launches": 3.0}
+    assert kernels.model(terms).keys() == {"norm", "other"}
+
+
+def test_a_forced_pass_can_begin_at_a_step():
+    marks = [Mark("taken", 1, 5), Mark("taken", 2, 35), Mark("taken", 3, 70)]
+    boundaries = [("", 10), ("norm", 20), ("head", 30), ("sampler", 40), ("norm", 55), ("head", 65),
+                  ("sampler", 80)]  # fmt: skip
+    ran = [run("n", 12, 15), run("h", 22, 25), run("s", 36, 38), run("n", 42, 45), run("h", 56, 60)]
+    events = Events(marks, ran, [], [], {}, None, {}, boundaries, 2)
+    whole, later = kernels.forced(events), kernels.forced(events, 3)
+    assert (whole.steps, later.steps) == (2, 1)
+    assert [kernel.start for kernel, *_ in later.kernels] == [36, 42, 56]
+    assert kernels.by_term(later)["norm"] == {"ms": 3e-6, "launches": 1.0}
+
+
+def test_processor_time_is_that_of_the_window():
+    cpu = [(n, 10_000_000 * n, 4_000_000 * n) for n in range(6)]
+    events = Events([], [], [], [], {}, None, {}, [], cpu=cpu)
+    assert kernels.processor(events, 2, 4) == {"process": 10.0, "loop": 4.0}
+    assert kernels.processor(replace(events, cpu=[]), 2, 4) is None
 
 
 def test_the_host_s_time_is_told_apart_and_the_idle_gpu_s_too():

@@ -10,6 +10,7 @@ import stages
 from moescope.errors import UserError
 from moescope.files import read_json
 from moescope.measure import guard as guards
+from moescope.measure import host
 from moescope.measure.cpu import CpuReading
 from moescope.trace import stage
 
@@ -104,6 +105,7 @@ def test_a_disturbed_pass_is_repeated_and_in_the_end_marked(trace, monkeypatch):
 def test_a_backend_adds_its_own_instruments(trace, monkeypatch):
     monkeypatch.setattr(guards, "locked", lambda what, backend, limit, say: _nothing())
     monkeypatch.setattr(guards, "probes", lambda settings, backend: [])
+    monkeypatch.setattr(host, "device_memory", lambda backend: None)
     module = types.ModuleType("moescope.trace.of_test")
 
     def measure(context):
@@ -129,3 +131,11 @@ def _nothing():
     import contextlib
 
     return contextlib.nullcontext({})
+
+
+@pytest.mark.parametrize("settings", [{"die_at": "2"}, {"die_early": "1"}])
+def test_an_arm_that_fails_has_a_trace_that_says_so(trace, settings):
+    scopes, rows, found = trace(**settings)
+    assert scopes["passes"] == [] and rows == [] and found["instruments"] == []
+    (line,) = found["not_measured"]
+    assert line.startswith("its instrumented passes: failed (")

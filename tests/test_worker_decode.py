@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import subprocess
 import time
 
 import numpy
@@ -270,3 +271,23 @@ def test_a_model_type_that_the_package_does_not_know(worker, tmp_path):
     with pytest.raises(WorkerError, match="deepseek_v4") as error:
         worker.ask("load", LIMIT_S, package="mlx-lm", path=str(tmp_path))
     assert error.value.kind == "unsupported"
+
+
+def test_loading_a_runtime_imports_no_torch_where_there_is_one(tmp_path):
+    """transformers would, and it takes seconds; nothing of it is used."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    code = (
+        "import importlib.util, sys; from moescope.worker import load; load._loader('mlx-vlm');"
+        "import transformers; assert not transformers.utils.is_torch_available();"
+        "assert importlib.util.find_spec('numpy') and 'torch' not in sys.modules; print('ok')"
+    )
+    path = f"{tiny.ROOT / 'workflow'}:{tmp_path}"
+    done = subprocess.run(
+        [tiny.arm_python(), "-c", code],
+        env={"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.stdout == "ok\n", done.stderr

@@ -1,12 +1,16 @@
 """The instruments of a CUDA arm: its kernels, in their terms, and what the host does meanwhile.
 
-Four kinds of pass over the same prompt, after a discarded one in each process:
+Three processes of the arm, loaded at the same time where the weights fit three times: "plain" with
+no profiler, "watched" under CUPTI, "alone" under CUPTI with CUDA graphs off. Passes over the same
+prompt, each process after a discarded one:
 
     plain     no profiler: the wall time of a token, and what the profiler costs against it
     time      kernels and CUDA calls recorded, CUDA graphs on, in turns with the plain ones
     quiet     kernels alone recorded, in the same turns: what recording calls costs on the GPU
     order     graphs off, each step's graph exported: whose each launch is
-    forced    evaluation forced at module boundaries: a second opinion
+    alone     graphs off, nothing exported: each kernel's time when it runs by itself
+    forced    graphs off, evaluation forced at module boundaries: a second opinion on "alone"
+    sweep     graphs off, short: the kernel of the expert gather for each top_k
 
 and one longer pass (two lengths, their difference).
 
@@ -20,20 +24,22 @@ reported, and wall times are taken from plain passes only.
 import csv
 import gzip
 import io
+import shutil
 import statistics
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UserError
 from ..files import sha256_file, write_bytes, write_json, write_text
-from ..measure.bench import ask_all
 from ..runtimes.client import Worker, WorkerError
-from . import align, kernels, timeline
+from . import align, kernels, sweep, timeline
 from .align import Label, Mismatch, StepLabels
 from .events import Events, Kernel, read_events
+from .team import PLAIN, Team
 
 if TYPE_CHECKING:
     from .stage import Context
@@ -41,168 +47,250 @@ if TYPE_CHECKING:
 TERMS = "moescope/terms/1"
 FIRST = 3  # the first step of the window: caches have grown before it
 LONGER = 32  # tokens that the longer pass has more
-FORCED = 8
+SHORT = 4  # steps of the short pairs that tell the profiler's cost, beside the turns
+PAIRS = 5  # of those and the turns, together, at least
 LIMIT_S = 3600.0
 CUPTI = {"MOESCOPE_BEFORE_MLX": "cupti"}
 GRAPHS_OFF = {**CUPTI, "MLX_USE_CUDA_GRAPHS": "0"}
+WATCHED, ALONE = "watched", "alone"
+# Of the GPU's memory, what the weights of all processes may take together; beyond it MLX's memory
+# would be paged to the host.
+SHARE = 0.7
 
 
 @dataclass
 class Passes:
-    """What was recorded. plain: a token's wall in ms, of each plain pass; timed: likewise of the
-    profiled passes beside them. quiet: the kernels of a pass whose calls were not recorded, beside
-    each of time. Passes that a study cannot do without are not None."""
+    """What was recorded. plain: a token's wall in ms, of each plain pass; plain_cpu: likewise the
+    processor's; timed: a token's wall in the profiled passes beside them. quiet: the kernels of a
+    pass whose calls were not recorded, beside each of time; pairs: further such pairs, short.
+    Passes that a study cannot do without are not None."""
 
     plain: list[float] = field(default_factory=list)
+    plain_cpu: list[float] = field(default_factory=list)
     timed: list[float] = field(default_factory=list)
     time: list[Events] = field(default_factory=list)
     quiet: list[Events] = field(default_factory=list)
+    pairs: list[tuple[Events, Events]] = field(default_factory=list)
     longer: Events | None = None
     forced: Events | None = None
     order: Events | None = None
+    alone: Events | None = None
     bandwidth: dict[str, Any] | None = None
+    sweep: dict[str, Any] | None = None
     moe_layers: int = 0
 
 
-def measure(context: "Context") -> dict[str, Any]:
-    """Writes kernels.csv, terms.json (moescope/terms/1), calls.csv and timeline.csv; the step for
-    Perfetto goes to work/timelines/<key>.json.gz. What it returns joins trace.json."""
+class Instrument:
+    """See trace.stage.BACKENDS."""
+
+    more = FIRST - 1
+
+    def __init__(self, context: "Context"):
+        self.context, task = context, context.task
+        self.settings = {WATCHED: CUPTI, ALONE: GRAPHS_OFF} if _fits(context, 3) else {}
+        self.window = task.params["trace"]["tokens"]
+        self.tokens = FIRST + self.window
+        self.last = self.tokens - 1
+        self.folder = task.work / "tmp" / f"events-{task.key}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Records are read while the next pass runs: the process that measures is another one.
+        self.reader = ThreadPoolExecutor(1)
+        self.number = 0
+        self.timed: list[float] = []
+        self.time: list[Future[Events]] = []
+        self.quiet: list[Future[Events]] = []
+        self.pairs: list[tuple[Future[Events], Future[Events]]] = []
+        self.found: dict[str, Future[Events]] = {}
+
+    def chores(self) -> dict[str, Callable[[Worker], None]]:
+        """First uses, and the order of launches, in which nothing is timed."""
+        return {WATCHED: self._warm, ALONE: self._order}
+
+    def turn(self, team: Team) -> None:
+        """A profiled pass and a quieter one beside the plain pass that came before."""
+        if WATCHED in team.workers:
+            self._pair(team.workers[WATCHED])
+
+    def finish(
+        self, team: Team, plain: list[dict[str, Any]], loaded: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Writes kernels.csv, terms.json (moescope/terms/1), calls.csv, timeline.csv and sweep.csv;
+        the step for Perfetto goes to work/timelines/<key>.json.gz. What it returns joins
+        trace.json."""
+        self.loaded = loaded
+        try:
+            passes = self._rest(team)
+        except WorkerError as refused:
+            if refused.kind != "unsupported":
+                raise
+            return {"not_measured": [f"kernels: {refused.message}"]}
+        passes.plain = [_per_token(reply["token_s"]) for reply in plain]
+        passes.plain_cpu = [
+            reply["cpu_s"] / reply["forwards"] * 1e3 for reply in plain if "cpu_s" in reply
+        ]
+        passes.moe_layers = len(loaded["moe_layers"])
+        return write(self.context, passes)
+
+    def close(self) -> None:
+        """Leave no records behind."""
+        self.reader.shutdown(cancel_futures=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _rest(self, team: Team) -> Passes:
+        bandwidth = team.workers[PLAIN].ask("bandwidth", LIMIT_S)
+        if WATCHED in team.workers:
+            self._longer(team.workers[WATCHED])
+            swept = self._graphs_off(team.workers[ALONE])
+        else:
+            team.close(PLAIN)
+            with self.context.worker(**CUPTI) as worker:
+                self._load(worker)
+                self._warm(worker)
+                for _ in range(self.context.task.params["trace"]["passes"]):
+                    self._pair(worker)
+                self._longer(worker)
+            with self.context.worker(**GRAPHS_OFF) as worker:
+                self._load(worker)
+                self._order(worker)
+                swept = self._graphs_off(worker)
+        return Passes(
+            timed=self.timed,
+            time=[found.result() for found in self.time],
+            quiet=[found.result() for found in self.quiet],
+            pairs=[(loud.result(), quiet.result()) for loud, quiet in self.pairs],
+            bandwidth=bandwidth,
+            sweep=swept,
+            **{name: found.result() for name, found in self.found.items()},
+        )
+
+    def _load(self, worker: Worker) -> None:
+        self.context.guard.own(worker.pid)
+        worker.ask("load", LIMIT_S, **self.context.bench.loading(self.context.arm))
+        self.context.guard.settle()
+
+    def _warm(self, worker: Worker) -> None:
+        worker.ask("decode", LIMIT_S, **self._given(FIRST + 1))
+
+    def _order(self, worker: Worker) -> None:
+        self._warm(worker)
+        steps = list(range(FIRST, self.last + 1))
+        _, self.found["order"] = self._kernels(worker, self.tokens, order=True, steps=steps)
+
+    def _pair(self, worker: Worker) -> None:
+        """Loud first and quiet first in turns, so that a drift of the clocks is no cost."""
+
+        def loud() -> dict[str, Any]:
+            reply, found = self._kernels(worker, self.tokens)
+            self.time.append(found)
+            return reply
+
+        def both() -> dict[str, Any]:
+            if len(self.time) % 2 == 0:
+                reply = loud()
+                self.quiet.append(self._kernels(worker, self.tokens, calls="none")[1])
+                return reply
+            self.quiet.append(self._kernels(worker, self.tokens, calls="none")[1])
+            return loud()
+
+        def again() -> dict[str, Any]:
+            del self.time[kept:], self.quiet[kept:]
+            return both()
+
+        kept = len(self.time)
+        times = self.context.guarded("kernels", again)["token_ns"]
+        self.timed.append(_per_token([(b - a) / 1e9 for a, b in pairwise(times)]))
+
+    def _longer(self, worker: Worker) -> None:
+        def record() -> dict[str, Any]:
+            self.pairs.clear()
+            reply, self.found["longer"] = self._kernels(worker, self.tokens + LONGER)
+            for number in range(len(self.time), PAIRS):
+                loud, quiet = (
+                    self._kernels(worker, FIRST + SHORT, calls=calls)[1]
+                    for calls in (("all", "none") if number % 2 else ("none", "all"))
+                )
+                self.pairs.append((loud, quiet) if number % 2 else (quiet, loud))
+            return reply
+
+        self.context.guarded("kernels, longer", record)
+
+    def _graphs_off(self, worker: Worker) -> dict[str, Any] | None:
+        def record() -> dict[str, Any]:
+            reply, self.found["alone"] = self._kernels(worker, self.tokens)
+            # Its pass begins with step 2.
+            _, self.found["forced"] = self._kernels(worker, self.last - 1, forced=True)
+            return reply
+
+        self.context.guarded("kernels, graphs off", record)
+        return self._sweep(worker)
+
+    def _sweep(self, worker: Worker) -> dict[str, Any] | None:
+        """The sweep over top_k, for the reference alone: it is about the model, not about arms."""
+        task = self.context.task
+        if not task.params["trace"].get("sweep", True) or self.context.patches:
+            return None
+        if self.context.arm.get("role") != "reference":
+            return None
+        routing = self.loaded.get("routing")
+        if routing is None:
+            return None
+        path = self.folder / "sweep.json.gz"
+
+        def ask(patches: list[str]) -> Events:
+            worker.ask(
+                "kernels",
+                LIMIT_S,
+                prompt=self.context.bench.prompt[: sweep.PROMPT],
+                tokens=sweep.TOKENS,
+                patches=patches,
+                save=str(path.resolve()),
+                order=True,
+                steps=list(sweep.STEPS),
+            )
+            return read_events(path)
+
+        layers = len(self.loaded["moe_layers"])
+        return self.context.guarded(
+            "sweep of top_k",
+            lambda: sweep.run(routing["top_k"], routing["most"], layers, ask),
+        )
+
+    def _given(self, tokens: int) -> dict[str, Any]:
+        return {
+            "prompt": self.context.bench.prompt,
+            "tokens": tokens,
+            "patches": self.context.patches,
+        }
+
+    def _kernels(
+        self, worker: Worker, tokens: int, **how: Any
+    ) -> tuple[dict[str, Any], Future[Events]]:
+        self.number += 1
+        path = self.folder / f"events-{self.number}.json.gz"
+        reply = worker.ask(
+            "kernels", LIMIT_S, save=str(path.resolve()), **self._given(tokens), **how
+        )
+        return reply, self.reader.submit(_read, path)
+
+
+def _read(path: Path) -> Events:
+    events = read_events(path)
+    path.unlink()
+    return events
+
+
+def _fits(context: "Context", times: int) -> bool:
+    """Whether the weights may be on the GPU several times at once."""
+    from ..measure import gpu
+
+    weights = sum(path.stat().st_size for path in context.bench.weights.glob("*.safetensors"))
     try:
-        passes = record(context)
-    except WorkerError as refused:
-        if refused.kind != "unsupported":
-            raise
-        return {"not_measured": [f"kernels: {refused.message}"]}
-    return write(context, passes)
-
-
-def record(context: "Context") -> Passes:
-    """Run all passes. Two processes at a time, so that plain and profiled ones alternate; the
-    weights are then on the GPU twice, and where that is too much they follow one another."""
-    tokens = FIRST + context.task.params["trace"]["tokens"]
-    found = Passes()
-    folder = context.task.work / "tmp" / f"events-{context.task.key}"
-    folder.mkdir(parents=True, exist_ok=True)
-    rounds = context.task.params["trace"]["passes"]
-
-    def plain(worker: Worker) -> None:
-        reply = context.guarded("plain", lambda: _decode(context, worker, tokens))
-        found.plain.append(_per_token(reply["token_s"]))
-
-    def timed(worker: Worker) -> None:
-        reply, events = _kernels(context, worker, folder, tokens)
-        found.time.append(events)
-        found.timed.append(_per_token([(b - a) / 1e9 for a, b in pairwise(reply["token_ns"])]))
-        found.quiet.append(_kernels(context, worker, folder, tokens, calls="none")[1])
-
-    def more(worker: Worker) -> None:
-        found.longer = _kernels(context, worker, folder, tokens + LONGER)[1]
-        found.forced = _kernels(context, worker, folder, FORCED, forced=True)[1]
-
-    def bandwidth(worker: Worker) -> None:
-        found.bandwidth = worker.ask("bandwidth", LIMIT_S)
-
-    try:
-        with ExitStack() as stack:
-            bare, watched = _started(context, stack, {}, CUPTI)
-            found.moe_layers = _ready(context, bare, watched)
-            for _ in range(rounds):
-                plain(bare)
-                timed(watched)
-            more(watched)
-            watched.close()
-            bandwidth(bare)
-    except WorkerError as error:
-        if error.kind != "out_of_memory":
-            raise
-        context.task.say("the weights do not fit twice: plain and profiled passes one by one")
-        found = _one_by_one(context, rounds, plain, timed, more, bandwidth, found)
-    with context.worker(**GRAPHS_OFF) as worker:
-        _ready(context, worker)
-        found.order = _kernels(context, worker, folder, tokens, order=True)[1]
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-    return found
-
-
-def _one_by_one(
-    context: "Context",
-    rounds: int,
-    plain: Callable[[Worker], None],
-    timed: Callable[[Worker], None],
-    more: Callable[[Worker], None],
-    bandwidth: Callable[[Worker], None],
-    found: Passes,
-) -> Passes:
-    for passes in (found.plain, found.timed, found.time, found.quiet):
-        passes.clear()
-    with context.worker() as bare:
-        found.moe_layers = _ready(context, bare)
-        for _ in range(rounds):
-            plain(bare)
-        bandwidth(bare)
-    with context.worker(**CUPTI) as watched:
-        _ready(context, watched)
-        for _ in range(rounds):
-            timed(watched)
-        more(watched)
-    return found
-
-
-def _started(context: "Context", stack: ExitStack, *settings: dict[str, str]) -> list[Worker]:
-    """Workers that started at the same time; closed with the stack."""
-    workers = [context.worker(**one) for one in settings]
-    for worker in workers:
-        stack.callback(worker.close)
-        worker.start()
-    return [stack.enter_context(worker) for worker in workers]
-
-
-def _ready(context: "Context", *workers: Worker) -> int:
-    """Load in all at once, and decode once for what is compiled at first use; the number of MoE
-    layers."""
-    for worker in workers:
-        context.guard.own(worker.pid)
-    loaded = _all(workers, "load", context.bench.loading(context.arm))
-    context.guard.settle()
-    _all(workers, "decode", _given(context, FIRST + 1))
-    return len(loaded["moe_layers"])
-
-
-def _all(workers: tuple[Worker, ...], do: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The same request to all at the same time; the first one's reply."""
-    named = {str(number): worker for number, worker in enumerate(workers)}
-    replies = ask_all(named, do, LIMIT_S, dict.fromkeys(named, given))
-    for reply in replies.values():
-        if isinstance(reply, WorkerError):
-            raise reply
-    return replies["0"]
-
-
-def _given(context: "Context", tokens: int) -> dict[str, Any]:
-    return {"prompt": context.bench.prompt, "tokens": tokens, "patches": context.patches}
-
-
-def _decode(context: "Context", worker: Worker, tokens: int) -> dict[str, Any]:
-    return worker.ask("decode", LIMIT_S, **_given(context, tokens))
-
-
-def _kernels(
-    context: "Context", worker: Worker, folder: Path, tokens: int, **how: Any
-) -> tuple[dict[str, Any], Events]:
-    path = folder / "events.json.gz"
-    reply = context.guarded(
-        f"kernels {how or 'time'}",
-        lambda: worker.ask(
-            "kernels",
-            LIMIT_S,
-            save=str(path.resolve()),
-            **_given(context, tokens),
-            **how,
-        ),
-    )
-    return reply, read_events(path)
+        memory = gpu.describe().get("memory")
+    except UserError:
+        memory = None
+    if not isinstance(memory, int | float):
+        return weights * times <= 48 << 30  # not told: what any GPU for such models has
+    return weights * times <= memory * SHARE
 
 
 def _per_token(seconds: list[float]) -> float:
@@ -250,7 +338,7 @@ def labelled(
 
 
 def write(context: "Context", passes: Passes) -> dict[str, Any]:
-    """Work everything out and write it; see measure."""
+    """Work everything out and write it; see Instrument.finish."""
     task = context.task
     last = FIRST + task.params["trace"]["tokens"] - 1
     not_measured = []
@@ -270,10 +358,13 @@ def write(context: "Context", passes: Passes) -> dict[str, Any]:
         kernels.window(events, steps, labels)
         for events, (steps, labels, _) in zip(passes.time, together, strict=True)
     ]
-    forced = kernels.forced(passes.forced)
+    forced = kernels.forced(passes.forced, FIRST)
+    alone, why = _alone(passes, found, last)
+    if why:
+        not_measured.append(f"kernels by themselves: {why}")
     # Without owners of its own, the time is told apart by the forced pass alone.
     told = windows if found.method else [forced or windows[-1]]
-    summary = summarise(passes, windows, told, forced, found, ways)
+    summary = summarise(passes, windows, told, forced, alone, found, ways)
     write_json(task.out / "terms.json", {"schema": TERMS, **summary})
     write_text(task.out / "kernels.csv", _kernel_table(context.arm["name"], told))
     calls = kernels.calls(passes.time[-1], FIRST, last)
@@ -286,8 +377,17 @@ def write(context: "Context", passes: Passes) -> dict[str, Any]:
     path = task.work / "timelines" / f"{task.key}.json.gz"
     write_bytes(path, gzip.compress(drawn.encode(), mtime=0))
     more = {"bandwidth": passes.bandwidth} if passes.bandwidth else {}
+    if passes.sweep:
+        write_text(task.out / "sweep.csv", _csv(passes.sweep["rows"], sweep.COLUMNS))
+        facts = {key: value for key, value in passes.sweep.items() if key != "rows"}
+        more["sweep"] = facts | {"file": "sweep.csv"}
     return {
-        "instruments": ["kernels", *(["forced kernels"] if forced else [])],
+        "instruments": [
+            "kernels",
+            *(["forced kernels"] if forced else []),
+            *(["kernels alone"] if alone else []),
+            *(["sweep of top_k"] if passes.sweep else []),
+        ],
         "not_measured": not_measured,
         "timeline": {
             "file": path.relative_to(task.work).as_posix(),
@@ -298,30 +398,50 @@ def write(context: "Context", passes: Passes) -> dict[str, Any]:
     }
 
 
+def _alone(
+    passes: Passes, found: Attribution, last: int
+) -> tuple[kernels.Window | None, str | None]:
+    """The window with CUDA graphs off, where no two kernels overlap, or why there is none."""
+    if passes.alone is None or found.method is None:
+        return None, None
+    try:
+        steps, labels, _ = labelled(passes.alone, found, FIRST, last)
+        return kernels.window(passes.alone, steps, labels), None
+    except (Mismatch, ValueError) as mismatch:
+        return None, str(mismatch)
+
+
 def summarise(
     passes: Passes,
     windows: list[kernels.Window],
     told: list[kernels.Window],
     forced_window: kernels.Window | None,
+    alone_window: kernels.Window | None,
     found: Attribution,
     ways: list[str],
 ) -> dict[str, Any]:
     """The content of terms.json. Lists hold a value for each profiled pass. told: the windows whose
-    terms count, the profiled ones or the forced one."""
+    terms count, the profiled ones or the forced one. What is compared between instruments are the
+    model's kernels; the same with MLX's synchronisation stands beside it (all_)."""
     steps = windows[0].steps
     last = FIRST + steps - 1
     tables = [kernels.by_term(window) for window in told]
     forced = kernels.by_term(forced_window) if forced_window else {}
+    alone = kernels.by_term(alone_window) if alone_window else {}
     busy = [window.busy / steps / 1e6 for window in windows]
+    model = [window.model_busy / steps / 1e6 for window in windows]
     wall = statistics.median(passes.plain)
     names = sorted({term for table in tables for term in table})
-    by_difference = kernels.difference(passes.time[-1], passes.longer)
+    by_difference = kernels.difference(passes.time, passes.longer)
     extra = kernels.window(
         passes.longer, *_plain_steps(passes.longer, FIRST + steps, FIRST + steps + LONGER - 1)
     )
+    waits = sum(kernels.synchronises(kernel) for kernel, *_ in extra.kernels)
     by_window = {
-        "ms": extra.busy / extra.steps / 1e6,
-        "launches": len(extra.kernels) / extra.steps,
+        "ms": extra.model_busy / extra.steps / 1e6,
+        "launches": (len(extra.kernels) - waits) / extra.steps,
+        "all_ms": extra.busy / extra.steps / 1e6,
+        "all_launches": len(extra.kernels) / extra.steps,
     }
     median = {
         term: {
@@ -334,6 +454,8 @@ def summarise(
         table.get(kernels.UNCLASSIFIED, {"ms": 0.0})["ms"] / sum(e["ms"] for e in table.values())
         for table in tables
     ]
+    pairs = [*zip(passes.time, passes.quiet, strict=True), *passes.pairs]
+    loud, quiet = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     events, window = passes.time[-1], windows[-1]
     return {
         "method": found.method or "forced",
@@ -341,11 +463,15 @@ def summarise(
         "steps": steps,
         "wall_ms": passes.plain,
         "profiled_wall_ms": passes.timed,
-        "profiler_cost": kernels.recording_cost(passes.time, passes.quiet),
+        "profiler_cost": kernels.recording_cost(loud, quiet),
+        "all_profiler_cost": kernels.recording_cost(loud, quiet, everything=True),
+        # Turns were taken if the weights fit several times; else all plain passes came first.
         "profiler_wall_cost": [
-            profiled / plain - 1 for profiled, plain in zip(passes.timed, passes.plain, strict=True)
+            profiled / plain - 1
+            for profiled, plain in zip(passes.timed, passes.plain, strict=False)
         ],
         "busy_ms": busy,
+        "model_busy_ms": model,
         "busy_share": [ms / wall for ms in busy],
         "host_gap_ms": [wall - ms for ms in busy],
         "overlapping_ms": [
@@ -364,17 +490,46 @@ def summarise(
         "unclassified": unclassified,
         "window": {"difference": by_difference, "window": by_window},
         "window_disagreement": abs(by_difference["ms"] / by_window["ms"] - 1),
+        "all_window_disagreement": abs(by_difference["all_ms"] / by_window["all_ms"] - 1),
         "forced_terms": forced,
-        "instruments_disagreement": kernels.disagreement(median, forced) if forced else None,
-        "launches_disagreement": kernels.disagreement(median, forced, "launches")
-        if forced
-        else None,
+        "alone_terms": alone,
+        **_agreement(median, forced, alone),
         # Of the pass that slows the host least.
         "host": kernels.host(passes.quiet[-1], FIRST, last, passes.quiet[-1].kernels),
+        "cpu_ms": {
+            "plain": passes.plain_cpu,
+            "watched": kernels.processor(passes.quiet[-1], FIRST, last),
+        },
         "copies": len(events.copies),
         "overhead_ms": {name: ns / 1e6 for name, (_, ns) in sorted(events.overhead.items())},
         "path": kernels.path(window, passes.moe_layers),
-        "dropped": sum(one.dropped for one in (*passes.time, *passes.quiet, passes.longer)),
+        "dropped": sum(one.dropped for one in (*loud, *quiet, passes.longer)),
+    }
+
+
+def _agreement(
+    graphs: dict[str, Any], forced: dict[str, Any], alone: dict[str, Any]
+) -> dict[str, float | None]:
+    """What the instruments assign to different terms: the graphs' pass and the forced one, on the
+    model's kernels and on all; the forced one and the kernels by themselves, which see the same
+    kernels in the same way; and the graphs' pass and the kernels by themselves, which differ by
+    what running at the same time does."""
+
+    def between(one: dict[str, Any], other: dict[str, Any], what: str = "ms") -> float | None:
+        if not one or not other:
+            return None
+        return kernels.disagreement(kernels.model(one), kernels.model(other), what)
+
+    return {
+        "instruments_disagreement": between(graphs, forced),
+        "all_instruments_disagreement": kernels.disagreement(
+            kernels.folded(graphs), kernels.folded(forced)
+        )
+        if forced
+        else None,
+        "launches_disagreement": between(graphs, forced, "launches"),
+        "alone_disagreement": between(alone, forced),
+        "overlap_disagreement": between(graphs, alone),
     }
 
 

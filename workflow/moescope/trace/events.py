@@ -74,7 +74,8 @@ class Events:
     ranges: (name, begin, end) of MLX's own ranges, by begin, or None if they were not heard.
     steps: step -> its graph's [primitive, module, term] in order of execution, where exported.
     boundaries: (term, time) of a forced pass of forced_tokens tokens: the term of what ran since
-    the boundary before. dropped: records that were lost.
+    the boundary before. dropped: records that were lost. cpu: at each token (step, processor time
+    of the process, of the thread of the loop).
     """
 
     marks: list[Mark]
@@ -87,6 +88,7 @@ class Events:
     boundaries: list[tuple[str, int]] = field(repr=False)
     forced_tokens: int = 0
     dropped: int = 0
+    cpu: list[tuple[int, int, int]] = field(default_factory=list, repr=False)
 
     def times(self, what: str) -> dict[int, int]:
         """Step -> time of one kind of mark."""
@@ -125,6 +127,7 @@ def from_json(content: dict[str, Any]) -> Events:
         [(term, time) for term, time in content.get("boundaries", ())],
         content.get("forced_tokens", 0),
         content["dropped"],
+        [(step, process, thread) for step, process, thread in content.get("cpu", ())],
     )
 
 

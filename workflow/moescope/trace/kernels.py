@@ -3,10 +3,15 @@
 Pure functions over one window's records; times are nanoseconds unless a name says otherwise.
 Kernels of a CUDA graph may run at the same time. Where n of them do, each gets 1/n of that time: so
 the terms add up to the time in which the GPU was busy, not to more.
+
+MLX's kernels that signal and await events compute nothing. They stall on memory shared with the
+host, up to milliseconds, and with them whatever runs beside: all time in which one of them runs is
+their own (SYNCHRONISATION), and the model's kernels share the rest.
 """
 
+import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +19,10 @@ from .align import Label
 from .events import Call, Events, Kernel, base_name, demangle
 
 UNCLASSIFIED = "unclassified"
+SYNCHRONISATION = "synchronisation"
+SYNCHRONISERS = ("event_signal_kernel", "event_wait_kernel")
+# What a gathered product starts besides itself: copies of its indices.
+HELPERS = "copy_"
 GATHERS = ("GatherQMM", "GatherMM", "CustomKernel")
 MOE_TERMS = ("router", "expert_gather", "activation", "combine", "shared_expert")
 
@@ -34,12 +43,22 @@ class Window:
     @property
     def busy(self) -> int:
         """Time in which at least one kernel ran."""
-        return sum(end - start for start, end in union((k.start, k.end) for k, *_ in self.kernels))
+        return _union([kernel for kernel, *_ in self.kernels])
 
     @property
     def gap(self) -> int:
         """Time in which none ran."""
         return self.wall - self.busy
+
+    @property
+    def model_busy(self) -> float:
+        """Busy time without MLX's synchronisation."""
+        return sum(ns for _, label, ns in self.kernels if label.term != SYNCHRONISATION)
+
+
+def synchronises(kernel: Kernel) -> bool:
+    """Is it a kernel that signals or awaits an event?"""
+    return base_name(kernel.name) in SYNCHRONISERS
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -83,20 +102,28 @@ def complement(inside: Sequence[Interval], start: int, end: int) -> list[Interva
 
 
 def parts(kernels: Sequence[Kernel]) -> list[float]:
-    """Each kernel's part of the time in which any ran: 1/n of it while n run. Sums to the union."""
+    """Each kernel's part of the time in which any ran: 1/n of it while n run, all of it to those
+    that synchronise while one of them does. Sums to the union."""
+    waits = [synchronises(kernel) for kernel in kernels]
     moments = sorted({moment for k in kernels for moment in (k.start, k.end)})
     place = {moment: i for i, moment in enumerate(moments)}
-    running = [0] * (len(moments) + 1)
-    for kernel in kernels:
-        running[place[kernel.start]] += 1
-        running[place[kernel.end]] -= 1
-    total, count, before = [0.0], 0, None
+    running = {kind: [0] * (len(moments) + 1) for kind in (True, False)}
+    for kernel, wait in zip(kernels, waits, strict=True):
+        running[wait][place[kernel.start]] += 1
+        running[wait][place[kernel.end]] -= 1
+    total, count, before = {True: [0.0], False: [0.0]}, {True: 0, False: 0}, None
     for i, moment in enumerate(moments):
         if before is not None:
-            total.append(total[-1] + ((moment - before) / count if count else 0.0))
-        count += running[i]
+            for wait in (True, False):
+                alone = count[wait] if wait or not count[True] else 0
+                total[wait].append(total[wait][-1] + ((moment - before) / alone if alone else 0.0))
+        for wait in (True, False):
+            count[wait] += running[wait][i]
         before = moment
-    return [total[place[k.end]] - total[place[k.start]] for k in kernels]
+    return [
+        total[wait][place[k.end]] - total[wait][place[k.start]]
+        for k, wait in zip(kernels, waits, strict=True)
+    ]
 
 
 def window(
@@ -114,8 +141,17 @@ def window(
         raise ValueError(f"no tokens were marked around steps {chosen[0]} to {chosen[-1]}")
     kernels = [kernel for step in chosen for kernel in steps[step]]
     named = [label for step in chosen for label in labels[step]]
-    together = list(zip(kernels, named, parts(kernels), strict=True))
-    return Window(len(chosen), tokens[chosen[-1]] - tokens[chosen[0] - 1], together)
+    wall = tokens[chosen[-1]] - tokens[chosen[0] - 1]
+    return Window(len(chosen), wall, _together(kernels, named))
+
+
+def _together(
+    kernels: Sequence[Kernel], labels: Sequence[Label]
+) -> list[tuple[Kernel, Label, float]]:
+    return [
+        (kernel, Label(None, None, SYNCHRONISATION) if synchronises(kernel) else label, part)
+        for kernel, label, part in zip(kernels, labels, parts(kernels), strict=True)
+    ]
 
 
 def by_term(window: Window) -> dict[str, dict[str, float]]:
@@ -163,8 +199,10 @@ def plain(primitive: str | None) -> str:
 def path(window: Window, moe_layers: int) -> dict[str, Any]:
     """Which kernels the routed experts' products ran, and which launches do not come out even.
 
-    {"experts": [{"kernel", "launches_per_token", "per_layer"}], "uneven": [...]}. A kernel of a
-    MoE term is uneven if its launches are no whole multiple of MoE layers × tokens.
+    {"steps", "moe_layers", "experts": [{"kernel", "launches", "launches_per_token", "per_layer",
+    "helper"}], "uneven": [...]}. launches: of all steps. helper: it copies indices for a product,
+    and is none. A kernel of a MoE term is uneven if its launches are no whole multiple of MoE
+    layers × tokens.
     """
     experts: Counter[str] = Counter()
     all_kernels: Counter[tuple[str, str]] = Counter()
@@ -176,11 +214,15 @@ def path(window: Window, moe_layers: int) -> dict[str, Any]:
             all_kernels[label.term, name] += 1
     each = window.steps * moe_layers
     return {
+        "steps": window.steps,
+        "moe_layers": moe_layers,
         "experts": [
             {
                 "kernel": name,
+                "launches": count,
                 "launches_per_token": count / window.steps,
                 "per_layer": count / each if each else None,
+                "helper": name.startswith(HELPERS),
             }
             for name, count in experts.most_common()
         ],
@@ -192,49 +234,71 @@ def path(window: Window, moe_layers: int) -> dict[str, Any]:
     }
 
 
-def difference(shorter: Events, longer: Events) -> dict[str, float]:
-    """A token's kernels as what the longer run has more: {"ms", "launches"}; the rest cancels."""
-    tokens = [len(events.times("token")) for events in (shorter, longer)]
-    more = tokens[1] - tokens[0]
-    if more <= 0:
-        raise ValueError(f"the longer run has {tokens[1]} tokens, the shorter {tokens[0]}")
-    busy, count = (
-        [measure(events) for events in (shorter, longer)]
-        for measure in (_busy, lambda events: len(events.kernels))
-    )
-    return {"ms": (busy[1] - busy[0]) / more / 1e6, "launches": (count[1] - count[0]) / more}
+def difference(shorter: Sequence[Events], longer: Events) -> dict[str, float]:
+    """A token's kernels as what the longer run has more than the median of the shorter ones:
+    {"ms", "launches"} of the model's kernels, "all_ms" and "all_launches" with synchronisation;
+    the rest cancels."""
+    tokens = [len(events.times("token")) for events in (*shorter, longer)]
+    more = tokens[-1] - tokens[0]
+    if more <= 0 or len(set(tokens[:-1])) != 1:
+        raise ValueError(f"the longer run has {tokens[-1]} tokens, the shorter {tokens[:-1]}")
+
+    def per_token(measure: Callable[[Events], float]) -> float:
+        return (measure(longer) - statistics.median(measure(one) for one in shorter)) / more
+
+    return {
+        "ms": per_token(lambda events: busy(events.kernels)) / 1e6,
+        "launches": per_token(lambda events: sum(not synchronises(k) for k in events.kernels)),
+        "all_ms": per_token(lambda events: _union(events.kernels)) / 1e6,
+        "all_launches": per_token(lambda events: len(events.kernels)),
+    }
 
 
-def recording_cost(loud: Sequence[Events], quiet: Sequence[Events]) -> list[float]:
-    """What recording calls adds to the kernels' own time, a share for each pair of passes.
+def busy(kernels: Sequence[Kernel]) -> int:
+    """Time in which the model's kernels ran and none synchronised."""
+    waits = union((k.start, k.end) for k in kernels if synchronises(k))
+    works = union((k.start, k.end) for k in kernels if not synchronises(k))
+    return sum(end - start for start, end in works) - overlap(waits, works)
+
+
+def _union(kernels: Sequence[Kernel]) -> int:
+    return sum(end - start for start, end in union((k.start, k.end) for k in kernels))
+
+
+def recording_cost(
+    loud: Sequence[Events], quiet: Sequence[Events], everything: bool = False
+) -> list[float]:
+    """What recording calls adds to the model's kernels' own time, a share for each pair of passes.
 
     loud: passes with their calls recorded. quiet: the same tokens without. Kernels of decode (from
-    the first token on) are compared by name, each by its mean time, so that a launch more in one
-    pass is no cost.
+    the first token on) are compared by name and grid, each by its median time, so that neither a
+    launch more in one pass nor one that was held up is a cost. everything: with synchronisation,
+    by mean times: what is seen if nothing is taken apart.
     """
+    middle = statistics.fmean if everything else statistics.median
     found = []
     for one, other in zip(loud, quiet, strict=True):
-        times, alone = _times(one), _times(other)
+        times, alone = _times(one, everything), _times(other, everything)
         both = times.keys() & alone.keys()
         if not both:
             raise ValueError("two passes of the same tokens ran no kernel in common")
-        spent = sum(sum(times[name]) for name in both)
-        expected = sum(sum(alone[name]) / len(alone[name]) * len(times[name]) for name in both)
+        spent = sum(middle(times[key]) * len(times[key]) for key in both)
+        expected = sum(middle(alone[key]) * len(times[key]) for key in both)
         found.append(spent / expected - 1)
     return found
 
 
-def _times(events: Events) -> dict[str, list[int]]:
+def _times(events: Events, everything: bool) -> dict[tuple, list[int]]:
     first = min(events.times("token").values())
-    found: dict[str, list[int]] = defaultdict(list)
+    waits = union((k.start, k.end) for k in events.kernels if synchronises(k))
+    found: dict[tuple, list[int]] = defaultdict(list)
     for kernel in events.kernels:
-        if kernel.start >= first:
-            found[kernel.name].append(kernel.ns)
+        if kernel.start < first:
+            continue
+        # One that ran while another synchronised was held up by it.
+        if everything or not overlap([(kernel.start, kernel.end)], waits):
+            found[kernel.name, kernel.grid].append(kernel.ns)
     return found
-
-
-def _busy(events: Events) -> int:
-    return sum(end - start for start, end in union((k.start, k.end) for k in events.kernels))
 
 
 def phases(events: Events, first: int, last: int) -> dict[str, list[Interval]]:
@@ -291,21 +355,57 @@ def _launching_thread(calls: Sequence[Call]) -> int | None:
     return threads.most_common(1)[0][0] if threads else None
 
 
-def forced(events: Events) -> Window | None:
+def forced(events: Events, first: int | None = None) -> Window | None:
     """A pass that forces evaluation at module boundaries: a kernel belongs to the term of the
-    boundary that follows it. None without boundaries. wall: from the first to the last."""
-    times = [time for _, time in events.boundaries]
-    if not times or not events.forced_tokens:
+    boundary that follows it. None without boundaries. first: the step to begin with; the pass
+    itself begins with step 2. wall: from the first boundary of these to the last."""
+    boundaries, tokens = list(events.boundaries), events.forced_tokens
+    taken = events.times("taken")
+    if first is not None and first - 1 in taken:
+        before = [b for b in boundaries if b[1] <= taken[first - 1]]
+        boundaries = boundaries[max(len(before) - 1, 0) :]
+        tokens -= first - 2
+    times = [time for _, time in boundaries]
+    if not times or tokens < 1:
         return None
     found, at = [], 0
     for kernel in sorted(events.kernels, key=lambda k: k.start):
         while at < len(times) and times[at] <= kernel.start:
             at += 1
         if 0 < at < len(times):  # else before the window or after it
-            found.append((kernel, Label(None, None, events.boundaries[at][0])))
-    shares = parts([kernel for kernel, _ in found])
-    together = [(*pair, share) for pair, share in zip(found, shares, strict=True)]
-    return Window(events.forced_tokens, times[-1] - times[0], together)
+            found.append((kernel, Label(None, None, boundaries[at][0])))
+    together = _together([kernel for kernel, _ in found], [label for _, label in found])
+    return Window(tokens, times[-1] - times[0], together)
+
+
+def model(terms: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Terms without MLX's synchronisation."""
+    return {term: entry for term, entry in terms.items() if term != SYNCHRONISATION}
+
+
+def folded(terms: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Terms with MLX's synchronisation counted as other, as an instrument that does not take it
+    apart sees them."""
+    found = {term: dict(entry) for term, entry in model(terms).items()}
+    if SYNCHRONISATION in terms:
+        other = found.setdefault("other", {"ms": 0.0, "launches": 0.0})
+        for what, value in terms[SYNCHRONISATION].items():
+            other[what] = other.get(what, 0.0) + value
+    return found
+
+
+def processor(events: Events, first: int, last: int) -> dict[str, float] | None:
+    """Processor seconds of the host from step first-1's token to step last's, in ms a token:
+    {"process": of all threads, "loop": of the thread that decodes}; None if they were not taken."""
+    at = {step: (process, thread) for step, process, thread in events.cpu}
+    if first - 1 not in at or last not in at:
+        return None
+    (process, thread), (process_end, thread_end) = at[first - 1], at[last]
+    steps = last - first + 1
+    return {
+        "process": (process_end - process) / steps / 1e6,
+        "loop": (thread_end - thread) / steps / 1e6,
+    }
 
 
 def disagreement(

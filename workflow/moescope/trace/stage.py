@@ -2,31 +2,46 @@
 
 Two instruments run on every backend: the scopes (forced evaluation at module boundaries, time by
 term) and the graph (the operations of one decoded token, by term). A backend's own instruments are
-in a module of their own, which is called afterwards; see BACKENDS.
+in a module of their own, which works beside these; see BACKENDS.
 """
 
 import csv
 import importlib
 import importlib.util
 import io
+import json
 import statistics
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from ..errors import UserError
-from ..files import write_json, write_text
+from ..files import sha256_text, write_json, write_text
 from ..measure import bench as benches
 from ..measure import guard as guards
-from ..runtimes.client import Worker, WorkerError
+from ..measure.failed import told
+from ..measure.failing import failure
+from ..runtimes.client import Worker, WorkerDied, WorkerError
 from ..runtimes.environments import Interpreter
 from ..task import Task
+from .team import PLAIN, Team
 
 SCOPES = "moescope/scopes/1"
 TRACE = "moescope/trace/1"
 
-# Backend -> the module with its instruments: ``measure(context) -> {"instruments": [names],
-# "not_measured": [sentences], ...}``. It writes its own files; what it returns joins trace.json.
+# Backend -> the module with its instruments. Either ``measure(context) -> {"instruments": [names],
+# "not_measured": [sentences], ...}``, called afterwards, or a class ``Instrument(context)`` that
+# shares the processes (team.py):
+#   settings   name -> variables of the processes that it needs beside "plain"
+#   more       tokens that its plain passes have more than the others'
+#   chores()   name -> what to do there before anything is timed, all at the same time
+#   turn(team) once after each pass of the scopes
+#   finish(team, plain, loaded) -> as measure does; plain: the replies of the plain passes, loaded:
+#              that of loading
+#   close()    always, in the end
+# It writes its own files; what it returns joins trace.json.
 # Imported by name: the plan adds it to the code of the traces on that backend, and of no other.
 BACKENDS = {"cuda": "moescope.trace.cuda", "metal": "moescope.trace.metal_worker"}
 # The same for arms that are commands, on the backends that have a profiler for binaries.
@@ -98,18 +113,27 @@ def run(task: Task) -> None:
         ):
             context = Context(task, bench, arm, guard)
             guard.gate("start")
+            module = _of_the_backend(context, backend, found)
             try:
-                _common(context, found)
+                _together(context, getattr(module, "Instrument", None), found)
             except Unsupported as refused:
                 found.unsupported = str(refused)
                 task.say(f"{arm['name']}: unsupported: {refused}")
+            except (ArmFailed, WorkerDied) as error:
+                found.fail(error)
+                task.say(f"{arm['name']}: {found.not_measured[-1]}")
             else:
-                _of_the_backend(context, backend, found)
+                if hasattr(module, "measure"):
+                    found.add(module.measure(context))
     found.write(task, params["limits"]["conservation"])
 
 
 class Unsupported(Exception):
     """The runtime does not know the model."""
+
+
+class ArmFailed(WorkerError):
+    """The arm itself failed. An instrument that does is an error, unless the process dies of it."""
 
 
 class Found:
@@ -126,6 +150,22 @@ class Found:
         self.not_measured: list[str] = []
         self.more: dict[str, Any] = {}
         self.unsupported: str | None = None
+
+    def add(self, more: dict[str, Any]) -> None:
+        """What a backend's instruments return."""
+        self.instruments += more.pop("instruments", [])
+        self.not_measured += more.pop("not_measured", [])
+        self.more |= more
+
+    def forget(self) -> None:
+        """What was found before anything was timed."""
+        self.instruments, self.not_measured = [], []
+
+    def fail(self, error: WorkerError) -> None:
+        """The arm died or failed: nothing that it has shown counts, the other arms go on."""
+        self.passes, self.plain, self.operations, self.counts = [], [], [], None
+        self.instruments = []
+        self.not_measured = [f"its instrumented passes: {told(failure(error))}"]
 
     def write(self, task: Task, limit: float) -> None:
         unsupported = {"unsupported": self.unsupported} if self.unsupported else {}
@@ -155,42 +195,93 @@ class Found:
 
     def _same_tokens(self) -> bool | None:
         """Whether the forced passes generated the tokens of the plain ones; None without passes."""
-        found = {one.get("tokens_sha256") for one in (*self.plain, *self.passes)}
+        found = {one.get("tokens_sha256") for one in self.passes}
+        for one in self.plain:
+            ids = one.get("tokens") or []
+            if len(ids) > self.tokens + 1:  # longer than a forced pass; the worker's digest
+                text = json.dumps(ids[: self.tokens + 1], separators=(",", ":"))
+                found.add(sha256_text(text))
+            else:
+                found.add(one.get("tokens_sha256"))
         return len(found) == 1 if self.passes else None
 
 
-def _common(context: Context, found: Found) -> None:
-    """The scopes, each pass beside a plain one of the same process, and the decode graph."""
-    trace, bench = context.task.params["trace"], context.bench
-    with context.worker() as worker:
-        context.guard.own(worker.pid)
-        arguments = bench.loading(context.arm)
-        try:
-            loaded = worker.ask("load", benches.LOAD_LIMIT_S, **arguments)
-        except WorkerError as refused:
-            if refused.kind == "unsupported":
-                raise Unsupported(refused.message) from None
-            raise
+def _together(context: Context, kind: Any, found: Found) -> None:
+    """The scopes, each pass beside a plain one of the same process, the decode graph, and what a
+    backend's instrument does in between."""
+    instrument, stack = kind(context) if kind else None, ExitStack()
+    if instrument:
+        stack.callback(instrument.close)
+    plain = context.task.params["trace"]["tokens"] + 1 + (instrument.more if instrument else 0)
+    given = {"prompt": context.bench.prompt, "patches": context.patches}
+    settings = instrument.settings if instrument else {}
+    with stack, Team(context, settings) as team:
+        loaded = _load(team, found)
+        chores = {PLAIN: lambda worker: _first(context, worker, given, plain, found)}
+        chores |= instrument.chores() if instrument else {}
+        told = team.each({name: chores[name] for name in team.workers})
+        if any(_is(error, "out_of_memory") for error in told.values()) and len(told) > 1:
+            team.alone()
+            found.forget()
+            _load(team, found)
+            told = team.each({PLAIN: chores[PLAIN]})
+        if isinstance(told[PLAIN], WorkerError):
+            raise told[PLAIN]
+        for name, error in told.items():
+            if isinstance(error, WorkerError):
+                _not_measured("kernels", error, found)
+                team.close(name)
+                instrument = None
         context.guard.settle()
-        found.moe_layers = len(loaded["moe_layers"])
-        given = {"prompt": bench.prompt, "patches": context.patches}
-        plain = {**given, "tokens": trace["tokens"] + 1}
-        worker.ask("decode", benches.FIRST_LIMIT_S, **plain)
-        try:
-            # Discarded: forced evaluation meets pieces of graphs that were never compiled.
-            worker.ask("scopes", benches.FIRST_LIMIT_S, **given, tokens=trace["tokens"], passes=1)
-            for number in range(trace["passes"]):
-                _one_pass(context, worker, number, given, plain, found)
-            found.instruments.append("scopes")
-        except WorkerError as refused:
-            _not_measured("time by term", refused, found)
-        try:
-            graph = worker.ask("graph", benches.FIRST_LIMIT_S, **given)
-            found.operations = graph["operations"]
-            found.counts = _counts(graph, found.moe_layers)
-            found.instruments.append("graph")
-        except WorkerError as refused:
-            _not_measured("operations by term", refused, found)
+        for number in range(context.task.params["trace"]["passes"]):
+            _one_pass(context, team.workers[PLAIN], number, given, plain, found)
+            if instrument:
+                instrument.turn(team)
+        if instrument:
+            found.add(instrument.finish(team, found.plain, loaded))
+
+
+def _load(team: Team, found: Found) -> dict[str, Any]:
+    try:
+        loaded = team.load()
+    except WorkerError as refused:
+        if refused.kind == "unsupported":
+            raise Unsupported(refused.message) from None
+        raise _of_the_arm(refused) from None
+    found.moe_layers = len(loaded["moe_layers"])
+    return loaded
+
+
+def _of_the_arm(error: WorkerError) -> WorkerError:
+    return error if isinstance(error, WorkerDied) else ArmFailed(error.kind, error.message)
+
+
+def _is(reply: Any, kind: str) -> bool:
+    return isinstance(reply, WorkerError) and reply.kind == kind
+
+
+def _first(
+    context: Context, worker: Worker, given: dict[str, Any], plain: int, found: Found
+) -> None:
+    """First passes, which are discarded, and the decode graph."""
+    try:
+        worker.ask("decode", benches.FIRST_LIMIT_S, **given, tokens=plain)
+    except WorkerError as refused:
+        raise _of_the_arm(refused) from None
+    try:
+        # Forced evaluation meets pieces of graphs that were never compiled.
+        tokens = context.task.params["trace"]["tokens"]
+        worker.ask("scopes", benches.FIRST_LIMIT_S, **given, tokens=tokens, passes=1)
+        found.instruments.append("scopes")
+    except WorkerError as refused:
+        _not_measured("time by term", refused, found)
+    try:
+        graph = worker.ask("graph", benches.FIRST_LIMIT_S, **given)
+        found.operations = graph["operations"]
+        found.counts = _counts(graph, found.moe_layers)
+        found.instruments.append("graph")
+    except WorkerError as refused:
+        _not_measured("operations by term", refused, found)
 
 
 def _one_pass(
@@ -198,13 +289,17 @@ def _one_pass(
     worker: Worker,
     number: int,
     given: dict[str, Any],
-    plain: dict[str, Any],
+    plain: int,
     found: Found,
 ) -> None:
     tokens, limit = found.tokens, benches.FIRST_LIMIT_S
     found.plain.append(
-        context.guarded(f"plain {number}", lambda: worker.ask("decode", limit, **plain))
+        context.guarded(
+            f"plain {number}", lambda: worker.ask("decode", limit, **given, tokens=plain)
+        )
     )
+    if "scopes" not in found.instruments:
+        return
     found.passes.append(
         context.guarded(
             f"scopes {number}",
@@ -242,19 +337,17 @@ def _counts(graph: dict[str, Any], moe_layers: int) -> dict[str, Any]:
     return counts
 
 
-def _of_the_backend(context: Context, backend: str, found: Found) -> None:
+def _of_the_backend(context: Context, backend: str, found: Found) -> ModuleType | None:
+    """The module with the backend's instruments, if there is one."""
     name = BACKENDS.get(backend)
     if not isinstance(context.bench.runtimes[context.arm["runtime"]], Interpreter):
         name = COMMAND if backend in COMMAND_BACKENDS else None
     if name is None:
-        return
+        return None
     if importlib.util.find_spec(name) is None:
         found.not_measured.append(f"kernels: there are no instruments for {backend} yet")
-        return
-    more = importlib.import_module(name).measure(context)
-    found.instruments += more.pop("instruments", [])
-    found.not_measured += more.pop("not_measured", [])
-    found.more = more
+        return None
+    return importlib.import_module(name)
 
 
 def _worst_gap(passes: list[dict[str, Any]]) -> float | None:

@@ -6,6 +6,7 @@ The records go to a file (they are many); what they mean is worked out elsewhere
 
 import gzip
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,19 +32,23 @@ def run(
     calls: str = "all",
     order: bool = False,
     forced: bool = False,
+    steps: list[int] | None = None,
     patches: list[str] | tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Decode ``tokens`` tokens greedily after ``prompt``; write what happened to ``save``.
 
     save: a .json.gz, schema moescope/events/1. marks: [what, step, time]: "begin" and "end" of the
     whole, with the GPU idle; "built", the step's graph handed to MLX; "taken", MLX has encoded it;
-    "token", its token in hand. Step 0 is the last position of the prompt. calls: see
+    "token", its token in hand. Step 0 is the last position of the prompt. cpu: [step, processor
+    nanoseconds of the process, of the loop's thread] at each token. calls: see
     cupti.recording. order: for the worker started with MLX_USE_CUDA_GRAPHS=0, where each launch is
-    a CUDA call of its own. Exports each step's graph ("sequences" of [primitive, module, term] in
-    order of execution; "steps": step -> which) and listens to MLX's ranges ("ranges": [name, time]
-    where one begins, [null, time] where the last begun ends; null if they cannot be heard). Host
+    a CUDA call of its own. Exports the graphs of ``steps`` (default: of each; "sequences" of
+    [primitive, module, term] in order of execution; "steps": step -> which) and listens to MLX's
+    ranges ("ranges": [name, time] where one begins, [null, time] where the last begun ends; null if
+    they cannot be heard). Host
     times mean nothing then. forced: evaluate at module boundaries, as scopes does; "boundaries" are
-    [term, time] then: the term of what ran since the one before. Times are nanoseconds.
+    [term, time] then: the term of what ran since the one before; marks are "built" and "taken"
+    only. Times are nanoseconds.
     """
     check_ids("prompt", prompt)
     cupti.running()
@@ -51,21 +56,29 @@ def run(
         raise Refusal("failed", f"calls is {calls!r}; give all or none")
     marks: list[tuple[str, int, int]] = []
     made: list[int] = []
+    cpu: list[tuple[int, int, int]] = []
 
     def mark(what: str, step: int) -> None:
         marks.append((what, step, cupti.now()))
+
+    def built(step: int, _: Any) -> None:
+        mark("built", step)
+
+    def taken(step: int) -> None:
+        mark("taken", step)
 
     def decode() -> Any:
         generator = runtime.steps(state, prompt, tokens)
         for token, _ in generator:
             mark("token", len(made))
+            cpu.append((len(made), time.process_time_ns(), time.thread_time_ns()))
             made.append(token)
             yield token
             if len(made) == tokens:
                 break
         generator.close()
 
-    steps: dict[int, Step] = {}
+    found: dict[int, Step] = {}
     heard: list[tuple[str | None, int]] | None = None
     boundaries: list[tuple[str, int]] = []
     with applied(state, patches):
@@ -73,22 +86,23 @@ def run(
         with cupti.recording(calls) as events:
             mark("begin", 0)
             if forced:
-                boundaries = _forced(state, prompt, tokens)
+                with watched(built, taken):
+                    boundaries = _forced(state, prompt, tokens)
             elif order:
-                wanted = set(range(1, tokens + 1))
+                wanted = set(range(1, tokens + 1) if steps is None else steps)
                 with nvtx.listening(cupti.now) as heard:
-                    steps = capture(state, decode, wanted, lambda step: mark("taken", step))
+                    found = capture(state, decode, wanted, taken)
             else:
-                built = lambda step, _: mark("built", step)  # noqa: E731
-                with watched(built, lambda step: mark("taken", step)):
+                with watched(built, taken):
                     for _ in decode():
                         pass
             runtime.synchronize(state)
             mark("end", tokens)
-    sequences, which = _distinct({step: found.sequence() for step, found in steps.items()})
+    sequences, which = _distinct({step: one.sequence() for step, one in found.items()})
     content = {
         "schema": SCHEMA,
         "marks": marks,
+        "cpu": cpu,
         **_table("kernels", events.kernels),
         **_table("copies", events.copies),
         **_table("calls", events.calls),
@@ -100,7 +114,7 @@ def run(
         "sequences": sequences,
         "steps": which,
     }
-    with gzip.open(Path(save), "wt", compresslevel=6) as file:
+    with gzip.open(Path(save), "wt", compresslevel=1) as file:
         json.dump(content, file, separators=(",", ":"))
     return {
         "prompt_tokens": len(prompt),

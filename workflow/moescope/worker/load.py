@@ -2,7 +2,9 @@
 
 import gc
 import importlib
+import importlib.machinery
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -58,12 +60,34 @@ def run(state: State, package: str, path: str, seed: int | None = None) -> dict[
         "layers": len(sites.layers),
         "moe_layers": [block.path for block in sites.blocks]
         + [path.rpartition(".")[0] for path in sites.foreign],
+        "routing": _routing(sites),
         "peak_memory": mx.get_peak_memory(),
     }
 
 
+def _routing(sites: Any) -> dict[str, int] | None:
+    """{"top_k", "most": the largest top_k that every block allows}; None without experts."""
+    if not sites.blocks:
+        return None
+    limits = [b.experts if b.lookup is None else b.top_k for b in sites.blocks]
+    return {"top_k": max(b.top_k for b in sites.blocks), "most": min(limits)}
+
+
+class _WithoutTorch(importlib.machinery.PathFinder):
+    """Finds modules as Python does, but not PyTorch: transformers imports it where it is there,
+    which takes seconds in each process, and neither runtime decodes with it."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        return None if name == "torch" else super().find_spec(name, path, target)
+
+
 def _loader(package: str) -> Any:
     """The package's load_model; its generator is imported too, as it costs as much."""
+    sys.meta_path[:] = [
+        _WithoutTorch if finder is importlib.machinery.PathFinder else finder
+        for finder in sys.meta_path
+    ]
     name = package.replace("-", "_")
     importlib.import_module(f"{name}.generate")
     return importlib.import_module(f"{name}.utils").load_model
