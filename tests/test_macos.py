@@ -5,8 +5,10 @@ platform said to be darwin. Nothing here ran on a Mac; docs/metal.md says what t
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
+import textwrap
 import time
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moescope import doctor as package
+from moescope import run as runner
 from moescope.doctor import host as doctor_host
 from moescope.doctor import study as doctor_study
 from moescope.measure import bench, cpu, guard, host, macos
@@ -158,6 +161,7 @@ def test_commands_that_fail_hang_or_are_missing(tmp_path, monkeypatch):
     assert macos.ask("no-such-command-here") == ""
     # sysctl says what it knows, and fails for one unknown name.
     assert macos.ask("sh", "-c", "echo hw.memsize: 8; exit 1") == "hw.memsize: 8\n"
+    assert macos.ask("printf", r"1 1 0:00.01 \377x\n") == "1 1 0:00.01 \ufffdx\n"
     monkeypatch.setattr(macos, "LIMIT_S", 0.2)
     begin = time.monotonic()
     assert macos.ask("sleep", "9") == ""
@@ -298,7 +302,7 @@ def test_the_guard_of_a_mac_waits_rejects_and_logs(mac, monkeypatch):
     monkeypatch.setattr(cpu, "_read_by_psutil", lambda pids: {})
     found = guard.probes(SETTINGS_OF_THE_GUARD, "metal")
     assert [probe.name for probe in found] == ["cpu", "mac"]
-    found[1].run, found[1].period_s = mac, 0.0
+    found[1].period_s = 0.0
     said = []
     with guard.Guard(SETTINGS_OF_THE_GUARD, found, said.append) as watching:
         assert not watching.gate("r00-a").waited_out
@@ -410,3 +414,36 @@ def test_the_doctor_compares_with_what_the_gpu_may_use(mac, monkeypatch):
     assert doctor_study._free_memory("metal") == (384 << 30, "the memory that the GPU may use")
     free.available = 3 << 30
     assert doctor_study._free_memory("metal") == (3 << 30, "memory")
+
+
+def test_sizes_of_processes_are_bytes_on_a_mac(mac, monkeypatch):
+    """macOS says bytes where Linux says KiB."""
+    usage = SimpleNamespace(ru_maxrss=7 << 20)
+    monkeypatch.setattr(runner.resource, "getrusage", lambda who: usage)
+    assert runner._peak_memory() == 7 << 20
+    ended = process.run([sys.executable, "-c", "pass"], dict(os.environ), 20)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert runner._peak_memory() == 7 << 30
+    same = process.run([sys.executable, "-c", "pass"], dict(os.environ), 20)
+    assert same.peak_memory / ended.peak_memory == pytest.approx(1024, rel=0.2)
+
+
+def test_the_pages_snippets_run(mac, root, monkeypatch, capsys):
+    """The host's facts and five seconds of guard, as docs/metal.md has them."""
+    text = (root / "docs" / "metal.md").read_text()
+    facts, watch, _ = (
+        textwrap.dedent(code) for code in re.findall(r"<<'E'\n(.*?)\n +E\n", text, re.DOTALL)
+    )
+    exec(compile(facts, "docs/metal.md", "exec"), {})
+    printed = json.loads(capsys.readouterr().out)
+    assert (
+        printed["record"]["cpu"] == "Apple M3 Ultra" and printed["now"]["power"]["source"] == "ac"
+    )
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds / 20))
+    monkeypatch.setattr(cpu, "_read_by_psutil", lambda pids: {})
+    monkeypatch.setitem(guard.DEFAULTS, "max_foreign_cpu", 1000)
+    exec(compile(watch, "docs/metal.md", "exec"), {})
+    line = json.loads(capsys.readouterr().out)
+    assert line["event"] == "watch" and line["mac"]["pressure"] == "nominal"
+    assert line["rejected"] is False and "mean_foreign_cpu" in line

@@ -3,13 +3,18 @@
 Nothing here ran on a Mac; docs/metal.md says what a first user there should check.
 """
 
+import importlib
 import re
+import shlex
+import textwrap
+from pathlib import Path
 
 import pytest
 
 from metal_export import BUFFERS, ENCODERS, GAP, PID, RUN, Document, contents, trace
 from moescope.errors import UserError
-from moescope.trace import metal
+from moescope.measure import mac_probe as macos_probe
+from moescope.trace import metal, metal_worker
 
 
 @pytest.mark.parametrize("second_node", [False, True])
@@ -116,11 +121,38 @@ def test_derived_dispatches_say_that_they_are():
         metal.quantised_name((2, 64, 64), "affine", 4, 64, "float16", True)
 
 
+def page(root):
+    return (root / "docs" / "metal.md").read_text()
+
+
 def test_docs_say_what_was_never_run(root):
-    text = (root / "docs" / "metal.md").read_text()
+    text = page(root)
     assert "never run on a Mac" in text
-    for command in ("xctrace", "pmset -g therm", "sysctl"):
+    for command in ("xctrace", "pmset -g therm", "sysctl", "notifyutil"):
         assert command in text
     # Every module that the page names exists.
     for name in re.findall(r"`(moescope(?:\.\w+)+)`", text):
-        __import__(name)
+        importlib.import_module(name)
+
+
+def test_the_pages_commands_are_the_codes(root, tmp_path):
+    """The command lines and tables that the page shows are those that the trace stage uses."""
+    text = " ".join(page(root).replace("\\\n", " ").split())
+    attach = metal.attach_command(Path("/tmp/long.trace"), 1, 60)
+    shown = shlex.join(attach[:-1]).replace("'Metal System Trace'", "'Metal System Trace'")
+    assert f"{shown} PID" in text
+    for table in metal.TABLES:
+        assert table in text
+    assert metal_worker.STARTED in text and "mac_probe" in text
+    assert str(int(macos_probe.PERIOD_S)) + " s" in text
+
+
+def test_the_pages_reading_of_an_export_works(root, tmp_path, capsys):
+    trace(tmp_path / "t", 12, how="attached")
+    for part, table in (("toc", "toc"), ("gpu", metal.TABLES[0]), ("host", metal.TABLES[1])):
+        (tmp_path / "t" / f"{part}.xml").rename(tmp_path / f"long-{table}.xml")
+    (*_, code) = re.findall(r"<<'E'\n(.*?)\n +E\n", page(root), re.DOTALL)
+    code = textwrap.dedent(code).replace("/tmp/", f"{tmp_path}/")
+    exec(compile(code, "docs/metal.md", "exec"), {})
+    intervals, submissions, *_ = capsys.readouterr().out.split()
+    assert int(submissions) == 1 + BUFFERS * (3 + 12) and int(intervals) > int(submissions)

@@ -36,11 +36,11 @@ class MacProbe:
 
     def __init__(
         self,
-        run: macos.Ask = macos.ask,
+        run: macos.Ask | None = None,
         period_s: float = PERIOD_S,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.run, self.period_s, self.clock = run, period_s, clock
+        self.run, self.period_s, self.clock = run or macos.ask, period_s, clock
         self._reading: MacReading | None = None
         self._at = 0.0
         self._settled = False

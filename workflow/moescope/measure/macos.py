@@ -50,10 +50,10 @@ def ask(*command: str) -> str:
     """
     env = os.environ | {"LC_ALL": "C"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env)
+        done = subprocess.run(command, capture_output=True, timeout=LIMIT_S, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout
+    return done.stdout.decode(errors="replace")  # a process may have any bytes for a name
 
 
 def parse_sysctl(text: str) -> dict[str, str]:
