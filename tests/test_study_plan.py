@@ -268,3 +268,13 @@ def test_a_bad_study_ends_before_any_job(clone):
     assert result.returncode != 0
     assert "rounds.count: '1': " in result.stdout + result.stderr
     assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_slices_are_a_change_of_the_measurement_alone(repository):
+    config, root = repository
+    assert not stale(changed(config, "rounds", "slices", value=1), root)
+    names = stale(changed(config, "rounds", "slices", value=4), root)
+    assert {name.partition("/")[0] for name in names} == {"measure", "analyse", "record"}
+    sliced = plan(changed(config, "rounds", "slices", value=4), root)
+    assert all("worker.sliced" in job.code for job in sliced.stage("measure"))
+    assert not any("worker.sliced" in job.code for job in plan(config, root))

@@ -180,3 +180,16 @@ def test_a_snakemake_run_refuses_a_key_that_stands_twice(root, tmp_path):
     )  # fmt: skip
     assert done.returncode != 0 and "claims: stands twice" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_whole_runs_leave_no_word_and_slices_have_a_limit(config, root):
+    plain = load(config, "config.yaml", root)
+    assert "slices" not in plain.rounds.model_dump(mode="json")
+    config["rounds"]["slices"] = 1
+    assert load(config, "config.yaml", root).rounds.model_dump() == plain.rounds.model_dump()
+    config["shape"]["generate"] = 25
+    config["rounds"]["slices"] = 12
+    assert load(config, "config.yaml", root).rounds.model_dump()["slices"] == 12
+    config["rounds"]["slices"] = 13
+    assert "rounds.slices: 13 slices of 24 tokens" in complaint(config, root)
+    assert "12 are the most" in complaint(config, root)

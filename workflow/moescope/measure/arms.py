@@ -111,10 +111,11 @@ class Arms:
 
         None where no process can tell (a command), and on CUDA, where the trace measures it.
         """
-        if self.task.params["machine"]["backend"] == "cuda" or not self.here:
+        able = [arm for arm in self.here if not self.is_command(arm)]
+        if self.task.params["machine"]["backend"] == "cuda" or not able:
             return None
         try:
-            worker = self.process(next(iter(self.here))).worker
+            worker = self.process(able[0]).worker
             return worker.ask("bandwidth", BANDWIDTH_LIMIT_S, repeats=3)
         except WorkerError as error:
             self.task.say(f"no bandwidth was measured: {error}")

@@ -169,7 +169,7 @@ class Found:
 
     def write(self, task: Task, limit: float) -> None:
         unsupported = {"unsupported": self.unsupported} if self.unsupported else {}
-        intervals = [second for one in self.plain for second in one["token_s"]]
+        intervals = [second for one in self.plain for second in one["token_s"] or ()]
         scopes = {
             "schema": SCOPES,
             "tokens": self.tokens,
