@@ -1,5 +1,6 @@
 """Metal System Traces of commands and of in-process arms, through an xctrace played by a script."""
 
+import csv
 import json
 import math
 import os
@@ -10,13 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 
+import stages
 import toy_runtime as toy
 from moescope.checkpoints.headers import Tensor, write_tensors
+from moescope.files import read_json
 from moescope.runtimes import binary, command
 from moescope.runtimes.client import WorkerError
 from moescope.study.plan import BACKEND_CODE
 from moescope.trace import command as commands
 from moescope.trace import derived, metal_worker, stage
+from moescope.verdict.bound import bound
+from moescope.verdict.kernels import kernels
+from moescope.verdict.results import Found
 
 XCRUN = """#!{python}
 import os, shutil, signal, subprocess, sys, time
@@ -29,7 +35,7 @@ if argv[0] == "record":
     import metal_export
     bundle = Path(argv[argv.index("--output") + 1])
     if "--attach" in argv:
-        assert int(argv[argv.index("--attach") + 1]) == {pid}
+        os.kill(int(argv[argv.index("--attach") + 1]), 0)  # it is there
         if os.environ.get("REFUSE"):
             sys.exit("Cannot attach to process: not permitted")
         def stop(*_):
@@ -115,7 +121,7 @@ class Worker:
         self.asked.append((do, arguments.get("tokens")))
         if do == "decode":
             forwards = arguments["tokens"] - 1
-            return {"decode_s": forwards * 2e-3, "forwards": forwards}
+            return {"decode_s": forwards * 5e-3, "forwards": forwards}
         return {}
 
 
@@ -129,7 +135,6 @@ def xcrun(tmp_path, monkeypatch, root):
             python=sys.executable,
             tests=str(root / "tests"),
             workflow=str(root / "workflow"),
-            pid=os.getpid(),
         )
     )
     script.chmod(0o755)
@@ -173,8 +178,8 @@ def test_an_in_process_arm_is_recorded_while_it_decodes(context, xcrun):
     assert buffers["command_buffers"] == 4 and buffers["tokens"] == 32
     assert buffers["busy_s"] == pytest.approx(4 * 900e-6)
     assert buffers["idle_s"] == pytest.approx(4 * 100e-6)
-    assert buffers["wall_ms"] == pytest.approx([2.0, 2.0])
-    assert buffers["profiled_wall_ms"] == pytest.approx([2.0])
+    assert buffers["wall_ms"] == pytest.approx([5.0, 5.0])
+    assert buffers["profiled_wall_ms"] == pytest.approx([5.0])
     assert "single kernels" in found["not_measured"][0]
     # Warm, two plain passes, one recording of each length; nothing is loaded while it records.
     assert context.the_worker.asked == [
@@ -184,6 +189,22 @@ def test_an_in_process_arm_is_recorded_while_it_decodes(context, xcrun):
     rows = found["derived_dispatches"]["rows"]
     assert all(row["derived"] for row in rows)
     assert not list((context.task.work / "traces" / "k0").glob("*.xml"))
+
+
+def test_a_record_has_the_busy_share_and_refuses_terms(context, xcrun):
+    metal_worker.measure(context)
+    out = context.task.out
+    table = list(csv.DictReader((out / "kernels.csv").read_text().splitlines()))
+    terms = json.loads((out / "terms.json").read_text())
+    limits = {"profiler_cost": 0.03, "unclassified": 0.01}
+    found = kernels(Found(table, "kernels.csv"), Found(terms, "terms.json"), limits)
+    assert found["busy_ms"]["value"] == pytest.approx(3.6)
+    assert found["busy"]["value"] == pytest.approx(3.6 / 5)
+    assert found["host_gap_ms"]["value"] == pytest.approx(1.4)
+    assert found["launches"]["value"] == 8
+    assert "unclassified 1.000 is above the limit" in found["refused"]
+    assert "names no kernel" in found["kernels"][0]["kernel"]
+    assert bound(found, None)["resource"] == "both"
 
 
 @pytest.mark.parametrize(
@@ -203,6 +224,7 @@ def test_what_xctrace_does_not_do_is_one_sentence(context, xcrun, monkeypatch, v
     (line,) = metal_worker.measure(context)["not_measured"]
     assert line.startswith(f"command buffers and GPU times: {said}") and "\n" not in line
     assert time.monotonic() - begin < 15
+    assert bool(context.the_worker.asked) is ("NO_XCTRACE" not in variables)
 
 
 def test_without_xcode_an_arm_is_not_even_loaded(context, monkeypatch):
@@ -225,6 +247,42 @@ def test_a_failing_arm_is_an_error_and_the_recording_ends(context, xcrun, monkey
     with pytest.raises(WorkerError, match="no more"):
         metal_worker.measure(context)
     assert time.monotonic() - begin < 15
+
+
+@pytest.mark.parametrize("xcode", [True, False])
+def test_the_trace_stage_of_a_mac(tmp_path, xcrun, monkeypatch, xcode):
+    """The whole stage, over the fake worker: scopes and graph as elsewhere, xctrace beside them."""
+    stages.stand_in(monkeypatch)
+    monkeypatch.setenv("MOESCOPE_LOCK_DIR", str(tmp_path))
+    if not xcode:
+        xcrun.write_text("#!/bin/sh\nexit 72\n")
+    params = {
+        "checkpoint": "tiny",
+        "arm": stages.arm("ref", "reference"),
+        "shape": stages.SHAPE,
+        "trace": {"passes": 2, "tokens": 4},
+        "limits": {"conservation": 0.02, "unclassified": 0.01, "profiler_cost": 0.03},
+        "guard": stages.GUARD,
+        "machine": stages.MACHINE | {"backend": "metal"},
+        "session": 1,
+    }
+    task = stages.make(tmp_path / "tree", "trace", "tiny.ref", params)
+    fetched(tmp_path / "fetch")
+    shutil.copy(tmp_path / "fetch" / "tensors.csv", task.one("fetch") / "tensors.csv")
+    stage.run(task)
+    found = read_json(task.out / "trace.json", "moescope/trace/1")
+    assert (task.out / "scopes.json").is_file() and (task.out / "operations.csv").is_file()
+    if xcode:
+        assert found["instruments"] == ["scopes", "graph", "xctrace"]
+        assert found["command_buffers"]["tokens"] == 32
+        assert (task.out / "kernels.csv").is_file() and (task.out / "terms.json").is_file()
+    else:
+        assert found["instruments"] == ["scopes", "graph"]
+        assert found["not_measured"] == [
+            "command buffers and GPU times: xcrun finds no xctrace: it comes with Xcode, not with "
+            "its tools"
+        ]
+        assert not (task.out / "kernels.csv").exists()
 
 
 def test_the_stage_and_the_plan_name_the_module():

@@ -34,6 +34,7 @@ EXPORT_LIMIT_S = 1800.0
 ASK_S = 60.0
 GRAPHS_OFF = {"MLX_USE_CUDA_GRAPHS": "0"}
 UNCLASSIFIED = "unclassified"
+ENCODERS = "all encoders (a Metal System Trace names no kernel)"
 EXPERTS = ("gather", "expert_kernel")
 COLUMNS = ("arm", "kernel", "term", "primitives", "launches_per_token", "ms_per_token",
            "bytes_per_token", "share")  # fmt: skip
@@ -56,6 +57,15 @@ def measure(context: "Context") -> dict[str, Any]:
             return run.on_cuda() if backend == "cuda" else run.on_metal()
     except NotMeasured as why:
         return {"not_measured": [f"kernels: {why}"]}
+
+
+def xctrace_is_there() -> None:
+    """Raises NotMeasured without Xcode; its command line tools alone have no xctrace."""
+    program = shutil.which("xcrun")
+    if program is None:
+        raise NotMeasured("xcrun (Xcode) is not in PATH")
+    if not process.run([program, "xctrace", "version"], os.environ, ASK_S).good:
+        raise NotMeasured("xcrun finds no xctrace: it comes with Xcode, not with its tools")
 
 
 class Profiled:
@@ -94,18 +104,18 @@ class Profiled:
         }
 
     def on_metal(self) -> dict[str, Any]:
-        """Returns command buffers, busy and idle GPU time a token, and kernels that are derived.
+        """Command buffers, busy and idle GPU time a token, and kernels that are derived.
+
+        Writes kernels.csv and terms.json too: one row for all encoders, with no term, since the
+        trace names no kernel; the record has the busy share, and refuses an attribution by terms.
 
         Instruments' own services compute beside the run, so the guard is asked only before it.
         """
-        if shutil.which("xcrun") is None:
-            raise NotMeasured("xcrun (Xcode) is not in PATH")
-        program = [shutil.which("xcrun"), "xctrace", "version"]
-        if not process.run(program, os.environ, ASK_S).good:
-            raise NotMeasured("xcrun finds no xctrace: it comes with Xcode, not with its tools")
+        xctrace_is_there()
         plain = self.plain()
         long, short = (self._xctrace(name) for name in ("long", "short"))
         per_token = metal.difference(long, short, self.more)
+        self._write_metal(per_token, plain)
         return {
             "instruments": ["xctrace"],
             "not_measured": [
@@ -119,6 +129,31 @@ class Profiled:
                 "profiled_wall_ms": [self.walls["long"]],
             },
         }
+
+    def _write_metal(self, per_token: metal.PerToken, plain: list[float]) -> None:
+        out, wall = self.context.task.out, statistics.median(plain)
+        busy, encoders = per_token.busy_s * 1e3, per_token.encoders
+        row = {"arm": self.context.arm["name"], "kernel": ENCODERS, "term": UNCLASSIFIED,
+               "primitives": "", "launches_per_token": encoders, "ms_per_token": busy,
+               "bytes_per_token": "", "share": 1.0}  # fmt: skip
+        write_text(out / "kernels.csv", _csv([row]))
+        terms = {
+            "schema": TERMS,
+            "method": None,
+            "steps": per_token.tokens,
+            "wall_ms": plain,
+            "profiled_wall_ms": [self.walls["long"]],
+            "profiler_wall_cost": [self.walls["long"] / wall - 1],
+            "busy_ms": [busy],
+            "busy_share": [busy / wall],
+            "host_gap_ms": [wall - busy],
+            "launches": [encoders],
+            "terms": {UNCLASSIFIED: {"ms": [busy], "launches": [encoders]}},
+            "sum_ms": [busy],
+            "unclassified": [1.0],
+            "calls": {},
+        }
+        write_json(out / "terms.json", terms)
 
     def plain(self) -> list[float]:
         """ms a token of unprofiled runs of the longer length."""

@@ -31,6 +31,7 @@ def measure(context: "Context") -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     more = max(context.task.params["trace"]["tokens"], LONGER)
     try:
+        command.xctrace_is_there()
         with context.worker() as worker:
             context.guard.own(worker.pid)
             run = Attached(context, worker, folder, more)
@@ -44,8 +45,6 @@ class Attached(Profiled):
     """A worker's runs, recorded from outside."""
 
     def warm_up(self) -> None:
-        if shutil.which("xcrun") is None:
-            raise NotMeasured("xcrun (Xcode) is not in PATH")
         limit, loading = benches.LOAD_LIMIT_S, self.context.bench.loading(self.context.arm)
         self.worker.ask("load", limit, **loading)
         self.context.guard.settle()
