@@ -100,8 +100,10 @@ def test_nsys_gives_the_kernels_and_terms_of_traces_in_process(context):
     assert terms["unclassified"] == [0] and terms["window_disagreement"] < 1e-9
     assert terms["launches"] == [len(nsys_export.step_kernels())]
     (expert,) = terms["path"]["experts"]
+    assert terms["path"]["moe_layers"] == layers and terms["path"]["steps"] == 40
     assert expert == {
         "kernel": "qmm_sm80_kernel",
+        "launches": 3 * layers * 40,
         "launches_per_token": 3 * layers,
         "per_layer": 3,
     }

@@ -301,8 +301,8 @@ def summarise(
 
 
 def _path(step: Step, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Which kernels the routed experts' products ran; MoE terms' launches that are not whole
-    multiples of the layers."""
+    """As in process: which kernels the routed experts' products ran, in the steps of the launches'
+    order; MoE terms' launches that are not whole multiples of the layers seen there."""
     counts: dict[str, int] = {}
     for name, kind, term, _ in step.rows:
         if kind in EXPERTS and term == "expert_gather":
@@ -310,8 +310,11 @@ def _path(step: Step, rows: list[dict[str, Any]]) -> dict[str, Any]:
             counts[base] = counts.get(base, 0) + 1
     moe = ("router", "expert_gather", "activation", "combine")
     return {
+        "steps": step.count,
+        "moe_layers": step.layers,
         "experts": [
-            {"kernel": name, "launches_per_token": count, "per_layer": count / step.layers}
+            {"kernel": name, "launches": count * step.count, "launches_per_token": count,
+             "per_layer": count / step.layers}
             for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         ],
         "uneven": [
