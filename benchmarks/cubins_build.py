@@ -5,8 +5,8 @@
 Arm's interpreter and nvcc, no GPU. Into FOLDER: cubins, cubins_run.py and manifest.json. There
 ``python3 FOLDER/cubins_run.py`` needs only the driver: seconds for dozens of variants, where a
 process with MLX compiles for minutes. A variant is a geometry (see moescope.kernels.layout), and
-may hold ``down=N`` (warps of the second half) or ``NAME->TEXT`` (a replacement in the kernels'
-text, to try something). Checks against the float32 reference run first, small shapes of all kinds.
+may hold ``launches=2``, ``down=N`` (warps of the second half) or ``OLD->NEW`` (a replacement in the
+kernels' text, to try something). Checks against the float32 reference run first, small shapes of all kinds.
 """
 
 import argparse
@@ -110,27 +110,32 @@ class Builder:
         items = [item for item in variant.split(",") if item]
         edits = [tuple(item.split("->", 1)) for item in items if "->" in item]
         warps = [int(item[5:]) for item in items if item.startswith("down=")]
-        kept = [i for i in items if "->" not in i and not i.startswith("down=")]
+        kept = [i for i in items if "->" not in i and not i.startswith(("down=", "launches="))]
         chosen = layout.geometry(",".join(kept))
         layout.DOWN_WARPS, before = (warps or [layout.DOWN_WARPS])[0], layout.DOWN_WARPS
         plan = layout.cut(spec)
         layout.DOWN_WARPS = before
-        one = layout.first_launch(spec, plan, chosen, *H200.values())
-        two = layout.down_launch(spec, plan, chosen, *H200.values())
-        rows = cuda.prefetch_rows(spec, chosen)
-        first, second = static_inputs(spec, tensors, rows > 0)
-        first = dict(zip(dynamic_names(spec), dynamic, strict=True)) | first
-        second = {"middle": mx.zeros((1,), mx.uint32)} | second
-        halves, kind = [], TYPES[getattr(mx, spec.dtype)]
-        for text, inputs, how, output in (
-            (cuda.first_half(spec, plan, one, rows), first, one, "middle unsigned"),
-            (
-                cuda.second_half(spec, plan, two),
-                second,
-                two,
-                f"out {kind}",
-            ),
-        ):
+        kind = TYPES[getattr(mx, spec.dtype)]
+        if "launches=2" in items:
+            one = layout.first_launch(spec, plan, chosen, *H200.values())
+            two = layout.down_launch(spec, plan, chosen, *H200.values())
+            rows = cuda.prefetch_rows(spec, chosen)
+            first, second = static_inputs(spec, tensors, rows > 0)
+            first = dict(zip(dynamic_names(spec), dynamic, strict=True)) | first
+            middle = {"middle": mx.zeros((1,), mx.uint32)}
+            texts = (
+                (cuda.first_half(spec, plan, one, rows), first, one, "middle unsigned"),
+                (cuda.second_half(spec, plan, two), middle | second, two, f"out {kind}"),
+            )
+        else:
+            pair = layout.block_launch(spec, plan, chosen, *H200.values())
+            first, second = static_inputs(spec, tensors, False)
+            first = dict(zip(dynamic_names(spec), dynamic, strict=True)) | first
+            scratch = {"scratch": mx.zeros((1,), mx.uint32)}
+            text = cuda.whole_block(spec, plan, pair)
+            texts = ((text, first | scratch | second, pair[0], f"out {kind}"),)
+        halves = []
+        for text, inputs, how, output in texts:
             header = text[0] + "\n" + cuda.bounds(how.warps * 32, 1)
             used = [e for e in edits if e[0] in header + text[1]]
             halves.append(
@@ -176,7 +181,7 @@ def main() -> None:
     """Build checks and variants."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--variants", nargs="*", default=["", "prefetch=0"])
+    parser.add_argument("--variants", nargs="*", default=["", "launches=2"])
     parser.add_argument("--arch", default="sm_90a")
     args = parser.parse_args()
     shutil.rmtree(args.folder, ignore_errors=True)
@@ -191,6 +196,8 @@ def main() -> None:
         x, dynamic = samples.inputs_of(spec)
         made = builder.block(spec, tensors, [x, *dynamic], "")
         data = made.pop("arrays")
+        again = builder.block(spec, tensors, [x, *dynamic], "launches=2,prefetch=0")
+        made["again"] = again["halves"]
         given = {"shared_logit": dynamic[1]} if len(dynamic) > 1 else {}
         exact = reference.block(spec, tensors, x, dynamic[0], **given)
         chosen, _ = route(spec.router, dynamic[0], arrays)

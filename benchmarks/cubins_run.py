@@ -92,6 +92,9 @@ class Gpu:
         check(driver.cuMemcpyHtoD_v2(c.c_uint64(pointer), data, c.c_size_t(len(data))))
         return pointer
 
+    def zero(self, pointer):
+        check(driver.cuMemsetD32_v2(c.c_uint64(pointer), c.c_uint(0), c.c_size_t(32)))
+
     def download(self, pointer, size):
         data = c.create_string_buffer(size)
         check(driver.cuMemcpyDtoH_v2(data, c.c_uint64(pointer), c.c_size_t(size)), "download")
@@ -143,19 +146,20 @@ def rounded(values, dtype):
 
 
 def run_check(gpu, case):
-    """One small block against the reference; the same bits three times."""
+    """One small block against the reference; the same bits three times, and by two launches."""
     buffers = {name: gpu.upload(base64.b64decode(text)) for name, text in case["data"].items()}
     buffers["middle"] = gpu.upload(b"\xff" * case["middle"])
+    buffers["scratch"] = gpu.upload(b"\0" * 128 + b"\xff" * case["middle"])
     size = len(case["exact"]) * 2
-    out = gpu.upload(b"\xff" * size)
     results = set()
-    for _ in range(3):
-        for half, target in zip(case["halves"], (buffers["middle"], out), strict=True):
-            gpu.half(half, buffers, target)
+    for halves in (case["halves"],) * 3 + (case["again"],):
+        out = gpu.upload(b"\xff" * size)
+        for half in halves:
+            gpu.half(half, buffers, buffers["middle"] if half is not halves[-1] else out)
         gpu.wait()
         results.add(gpu.download(out, size))
-    middle = gpu.download(buffers["middle"], case["middle"])
-    at, k = case["chosen_at"], case["top_k"]
+    middle = gpu.download(buffers["scratch"], case["middle"] + 128)
+    at, k = case["chosen_at"] + 128, case["top_k"]
     chosen = sorted(struct.unpack(f"<{k}I", middle[at : at + 4 * k]))
     want = rounded(case["exact"], case["dtype"])
     have = floats(results.pop(), case["dtype"])
@@ -173,12 +177,13 @@ def run_shape(gpu, shape, rate):
     many = {}
     kinds = {"w": 0, "s": 1, "b": 1}
     for name, size in shape["sizes"].items():
-        if name == "middle":
+        if name in ("middle", "scratch"):
             continue
         kind = kinds.get(name.rpartition("_")[2], 2)
         count = layers if "_" in name else layers * ROUNDS if name == "logits" else 1
         many[name] = [gpu.random(max(size, 256), kind) for _ in range(count)]
     many["middle"] = [gpu.allocate(shape["middle"])]
+    many["scratch"] = [gpu.upload(b"\0" * (128 + shape["middle"]))]
     out = gpu.allocate(shape["out"])
     gpu.wait()
     floor = shape["bytes"] / rate * 1e6
@@ -190,10 +195,13 @@ def run_shape(gpu, shape, rate):
                 gpu.half(half, buffers, target)
 
     for variant in shape["variants"]:
-        first, second = variant["halves"]
-        pair = [(first, many["middle"][0]), (second, out)]
+        gpu.zero(many["scratch"][0])
+        halves = variant["halves"]
+        pair = list(zip(halves, [many["middle"][0], out][-len(halves) :], strict=True))
+        parts = [("both", pair)]
+        parts += [("first", pair[:1]), ("second", pair[1:])] if pair[1:] else []
         found = {}
-        for name, halves in (("both", pair), ("first", pair[:1]), ("second", pair[1:])):
+        for name, halves in parts:
             work = gpu.graph(lambda halves=halves: chain(halves))
             found[name] = [t * 1e3 / (layers * ROUNDS) for t in gpu.times(work, 5)]
         both = found["both"]

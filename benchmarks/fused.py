@@ -34,13 +34,15 @@ import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
 
 from moescope.kernels import cuda, device, fuse, layout, unfuse  # noqa: E402
-from moescope.kernels.layout import Geometry  # noqa: E402
 from moescope.kernels.samples import A4, block, inputs_of, tensors_of  # noqa: E402
 from moescope.kernels.spec import Spec, Tensors  # noqa: E402
 
 
-def built(spec: Spec, tensors: Tensors, chosen: Geometry) -> Callable[..., Any]:
-    """The kernels' run function on this device."""
+def built(spec: Spec, tensors: Tensors, text: str) -> Callable[..., Any]:
+    """The kernels' run function on this device; text: a geometry, perhaps with launches=2."""
+    items = [i for i in text.split(",") if i]
+    os.environ[cuda.LAUNCHES] = "2" if "launches=2" in items else "1"
+    chosen = layout.geometry(",".join(i for i in items if not i.startswith("launches=")))
     return cuda.build(spec, tensors, chosen, device.current())
 
 
@@ -101,7 +103,7 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
         for text in args.geometries:
             row: dict[str, Any] = {"shape": name, "geometry": text}
             try:
-                row |= chain_times(spec, weights, layout.geometry(text), args.repeats)
+                row |= chain_times(spec, weights, text, args.repeats)
                 low, high = row["total_us_range"]
                 row["share"] = [floor * 1e6 / high, floor * 1e6 / low]
                 row["share_median"] = floor * 1e6 / row["total_us"]
@@ -114,11 +116,9 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def chain_times(
-    spec: Spec, weights: list[Tensors], chosen: Geometry, repeats: int
-) -> dict[str, Any]:
-    """µs of both halves, their sum per call: median over calls, range over repeats' medians."""
-    runs = [built(spec, t, chosen) for t in weights]
+def chain_times(spec: Spec, weights: list[Tensors], text: str, repeats: int) -> dict[str, Any]:
+    """µs of each kernel, their sum per call: median over calls, range over repeats' medians."""
+    runs = [built(spec, t, text) for t in weights]
     x, _ = inputs_of(spec)
     count = spec.router.logits
     logits = [
@@ -145,25 +145,25 @@ def chain_times(
         mx.eval(y)
         calls = len(logits) * len(runs)
         host.append(((middle - started) / calls * 1e6, (end - middle) / calls * 1e6))
-    totals, halves, gaps = [], {"gate_up": [], "down": []}, []
+    kinds = ("moe", "gate_up", "down")
+    totals, each_kind, gaps = [], {kind: [] for kind in kinds}, []
     for _ in range(repeats):
         with cupti.recording("none") as events:
             mx.eval(chain())
             mx.synchronize()
-        each: dict[str, list[float]] = {"gate_up": [], "down": []}
+        each: dict[str, list[float]] = {kind: [] for kind in kinds}
         for row in events.kernels:
             for kind, times in each.items():
                 if f"moescope_{kind}" in row[0]:
                     times.append((row[2] - row[1]) / 1e3)
-        medians = {kind: statistics.median(times) for kind, times in each.items()}
+        medians = {kind: statistics.median(times) for kind, times in each.items() if times}
         for kind, value in medians.items():
-            halves[kind].append(value)
+            each_kind[kind].append(value)
         totals.append(sum(medians.values()))
         starts = sorted((r[1], r[2]) for r in events.kernels)
         gaps.append(statistics.median(b[0] - a[1] for a, b in pairwise(starts)) / 1e3)
     return {
-        "gate_up_us": statistics.median(halves["gate_up"]),
-        "down_us": statistics.median(halves["down"]),
+        "kernels_us": {kind: statistics.median(v) for kind, v in each_kind.items() if v},
         "total_us": statistics.median(totals),
         "total_us_range": [min(totals), max(totals)],
         "gap_us": statistics.median(gaps),
@@ -244,13 +244,24 @@ def decode(model: Any, prompt: list[int], tokens: int) -> tuple[list[float], lis
 
 
 class Arm:
-    """A change of the model for the time of a run."""
+    """A change of the model's classes: applied once, then put in place and taken back at once."""
 
-    def __init__(self, name: str, apply: Callable[[Any], Callable[[], Any]]):
-        self.name, self.apply = name, apply
+    def __init__(self, name: str, apply: Callable[[Any], Callable[[], Any]], model: Any):
+        started = time.perf_counter()
+        back = apply(model)
+        modules = [module for _, module in model.named_modules()]
+        self.name, self.kinds = name, [(module, type(module)) for module in modules]
+        self.apply_s = time.perf_counter() - started
+        back()
+
+    def put(self) -> None:
+        """Every module gets the class that it has under this arm."""
+        for module, kind in self.kinds:
+            if type(module) is not kind:
+                object.__setattr__(module, "__class__", kind)
 
 
-def arms() -> list[Arm]:
+def arms(model: Any) -> list[Arm]:
     """As shipped, again, fused, block skipped."""
 
     def fused(model: Any) -> Callable[[], Any]:
@@ -259,9 +270,11 @@ def arms() -> list[Arm]:
             raise RuntimeError(f"not every block is fused:\n{report}")
         return lambda: unfuse(model)
 
-    same = Arm("shipped", lambda model: lambda: None)
-    again = Arm("again", same.apply)
-    return [same, again, Arm("fused", fused), Arm("skipped", skip)]
+    def same(model: Any) -> Callable[[], Any]:
+        return lambda: None
+
+    ways = {"shipped": same, "again": same, "fused": fused, "skipped": skip}
+    return [Arm(name, way, model) for name, way in ways.items()]
 
 
 def launches(args: argparse.Namespace) -> dict[str, Any]:
@@ -271,16 +284,15 @@ def launches(args: argparse.Namespace) -> dict[str, Any]:
     counts: dict[str, float] = {}
     layers = 4
     subject = qwen3(layers)
-    for arm in arms():
+    for arm in arms(subject):
         if arm.name == "again":
             continue
-        back = arm.apply(subject)
+        arm.put()
         decode(subject, [1, 2, 3, 4], 4)
         with cupti.recording("none") as events:
             decode(subject, [1, 2, 3, 4], 4)
         with cupti.recording("none") as longer:
             decode(subject, [1, 2, 3, 4], 12)
-        back()
         counts[arm.name] = (len(longer.kernels) - len(events.kernels)) / 8
         found[f"{arm.name} kernels of 12 tokens"] = by_name(longer.kernels)
     found["kernels_per_token"] = counts
@@ -302,38 +314,43 @@ def by_name(rows: list[tuple]) -> dict[str, list[float]]:
 
 
 def model(args: argparse.Namespace) -> dict[str, Any]:
-    """Interleaved rounds with a rotating start; per-round ratios with their ranges."""
+    """Slices of each arm's decode in turn, with a rotating start: the host's speed changes within
+    seconds. Per-round ratios with their ranges; greedy tokens, shipped against fused."""
+    from mlx_lm.generate import generate_step
+
     begun = time.perf_counter()
     subject = qwen3(args.layers)
     show({"model": f"{args.layers} layers", "seconds": time.perf_counter() - begun})
-    found: dict[str, Any] = {"layers": args.layers, "tokens": args.tokens, "runs": []}
+    found: dict[str, Any] = {"layers": args.layers, "slice": args.tokens, "warmup": [], "runs": []}
     prompt = [(i * 37 + 11) % 1000 for i in range(args.prompt)]
-    todo = arms()
-    tokens: dict[str, list[int]] = {}
-    for arm in todo:  # warm-up: compiles what is to be compiled
+    todo = arms(subject)
+    for arm in todo:  # compiles what is to be compiled
+        arm.put()
         started = time.perf_counter()
-        back = arm.apply(subject)
-        applied = time.perf_counter()
-        decode(subject, prompt, 4)
+        decode(subject, prompt, 3)
         first = time.perf_counter()
-        _, tokens[arm.name] = decode(subject, prompt, args.tokens)
-        back()
-        row = {"arm": arm.name, "apply_s": applied - started, "first_s": first - applied}
-        found.setdefault("warmup", []).append(row)
-        show(row)
+        decode(subject, prompt, 3)
+        again = time.perf_counter() - first
+        found["warmup"].append(
+            {"arm": arm.name, "apply_s": arm.apply_s, "first_use_s": first - started - again}
+        )
+        show(found["warmup"][-1])
+    steps = {}
+    for arm in todo:
+        arm.put()
+        steps[arm.name] = generate_step(mx.array(prompt), subject, max_tokens=10**6)
+        next(steps[arm.name])
+    rates: dict[str, list[float]] = {arm.name: [] for arm in todo}
     for r in range(args.rounds):
         for arm in todo[r % len(todo) :] + todo[: r % len(todo)]:
-            back = arm.apply(subject)
-            decode(subject, prompt, 4)
-            times, made = decode(subject, prompt, args.tokens)
-            back()
-            row = {"round": r, "arm": arm.name, "token_s": statistics.median(times)}
-            row |= {"mean_s": sum(times) / len(times), "same_tokens": made == tokens[arm.name]}
-            found["runs"].append(row)
-            show(row)
-    rates: dict[str, list[float]] = {}
-    for run in found["runs"]:
-        rates.setdefault(run["arm"], []).append(run["mean_s"])
+            arm.put()
+            times = []
+            for _ in range(args.tokens + 3):  # the first steps are the last arm's, in part
+                next(steps[arm.name])
+                times.append(time.perf_counter())
+            mean = (times[-1] - times[2]) / (len(times) - 3)
+            rates[arm.name].append(mean)
+            found["runs"].append({"round": r, "arm": arm.name, "mean_s": mean})
     base = rates["shipped"]
     ratios = {
         name: [b / t for b, t in zip(base, times, strict=True)] for name, times in rates.items()
@@ -345,14 +362,17 @@ def model(args: argparse.Namespace) -> dict[str, Any]:
         "in speed": spread([(f - 1) / (s - 1) for f, s in zip(fused, skipped, strict=True)]),
         "in time": spread([(1 - 1 / f) / (1 - 1 / s) for f, s in zip(fused, skipped, strict=True)]),
     }
-    a, b = tokens["shipped"], tokens["fused"]
-    found["greedy"] = {
-        "tokens": len(a),
-        "first_divergence": next(
-            (i for i, (p, q) in enumerate(zip(a, b, strict=True)) if p != q), None
-        ),
-    }
-    show({k: found[k] for k in ("ms_per_token", "speed_ratio", "share_of_gain", "greedy")})
+    show({k: found[k] for k in ("ms_per_token", "speed_ratio", "share_of_gain")})
+    if args.greedy:
+        made = {}
+        for arm in todo[::2]:
+            arm.put()
+            made[arm.name] = decode(subject, prompt, args.greedy)[1]
+        a, b = made["shipped"], made["fused"]
+        differ = (i for i, (p, q) in enumerate(zip(a, b, strict=True)) if p != q)
+        found["greedy"] = {"tokens": len(a), "first_divergence": next(differ, None)}
+        show(found["greedy"])
+    todo[0].put()
     return found
 
 
@@ -380,7 +400,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 SECTIONS = {f.__name__: f for f in (kernels, launches, model)}
-GEOMETRIES = ["", "prefetch=0"]
+GEOMETRIES = ["", "launches=2"]
 
 
 def main() -> None:
@@ -388,10 +408,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sections", nargs="+", choices=SECTIONS)
     parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--prompt", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=12, help="of a slice")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--greedy", type=int, default=512, help="tokens to compare, 0: none")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--geometries", nargs="*", default=GEOMETRIES)
     args = parser.parse_args()

@@ -56,6 +56,10 @@ def block(language, name):
         again = shim.block(language, spec, tensors, x, *dynamic, late=late, schedule=schedule)
         assert again["middle"] == result["middle"], (late, schedule)
         assert mx.array_equal(again["y"], result["y"]).item(), (late, schedule)
+    if language == "cuda":  # both halves in one launch, its blocks waiting for each other
+        for how in ({}, {"late": True, "schedule": 5, "calls": 2}):
+            once = shim.one_launch(spec, tensors, x, *dynamic, **how)
+            assert mx.array_equal(once, result["y"]).item(), how
     return found
 
 

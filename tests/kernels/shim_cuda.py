@@ -39,7 +39,21 @@ def check_geometry_does_not_matter():
     ):
         result = shim.block("cuda", spec, tensors, x, *dynamic, chosen=chosen, blocks=blocks)
         seen.add((result["middle"], tuple(result["y"].astype(mx.float32).tolist())))
+        once = shim.one_launch(spec, tensors, x, *dynamic, chosen=chosen, blocks=blocks)
+        assert mx.array_equal(once, result["y"]).item(), chosen
     assert len(seen) == 1
+
+
+def check_more_blocks_than_rows():
+    """Blocks that have nothing in the second half go, and the others do not wait for more."""
+    mx.random.seed(5)
+    spec = dataclasses.replace(on_cpu.small(samples.block(hidden=2048)), out=32)
+    tensors = samples.tensors_of(spec)
+    x, dynamic = samples.inputs_of(spec)
+    two = shim.block("cuda", spec, tensors, x, *dynamic)
+    for calls in (1, 3):
+        once = shim.one_launch(spec, tensors, x, *dynamic, blocks=6, schedule=9, calls=calls)
+        assert mx.array_equal(once, two["y"]).item()
 
 
 def check_a_misplaced_load_is_noticed():

@@ -1,9 +1,10 @@
 """The CUDA kernels of a spec, and what calls them.
 
-Two launches a block: router, gate, up and activation; down and combine. Text in sources/, see
-matvec.cuh for the arithmetic.
+One launch a block, or two: router, gate, up and activation; down and combine. Text in sources/,
+see block.body for the order of things and matvec.cuh for the arithmetic.
 """
 
+import itertools
 import os
 import tempfile
 from collections.abc import Callable
@@ -13,14 +14,16 @@ from typing import Any
 
 import mlx.core as mx
 
+from moescope.errors import UserError
+
 from . import source
 from .common import check, dynamic_names, projection_text, static_inputs
 from .device import Device
 from .layout import (
-    STEP,
     Cut,
     Geometry,
     Launch,
+    block_launch,
     cut,
     down_launch,
     first_launch,
@@ -28,6 +31,7 @@ from .layout import (
     steps,
     tiles,
 )
+from .source import STEP
 from .spec import Spec, Tensors
 from .weights import Format, Unsupported
 
@@ -80,59 +84,90 @@ def prelude() -> str:
     return source.text("prelude.cuh") + MATH
 
 
+def first_values(spec: Spec, plan: Cut, how: Launch, rows: int) -> dict[str, object]:
+    """Constants of the first half. rows: of each expert's down projection, to fetch into L2."""
+    routed, shared = tiles(spec)
+    values = source.router_values(spec.router, spec.dtype) | source.block_values(spec)
+    return (
+        values
+        | source.middle(spec)
+        | {
+            "ONE_LAUNCH": 0,
+            "PADDED": steps(spec.hidden) * STEP,
+            "STEPS": steps(spec.hidden),
+            "STEPS_EACH": plan.each,
+            "EVEN_STEPS": int(
+                plan.each * plan.warps * STEP == spec.hidden and plan.each % how.batch == 0
+            ),
+            "BLOCK_WARPS": how.warps,
+            "WARPS": plan.warps,
+            "TILES": how.groups or how.warps // plan.warps,
+            "TILE_ROWS": 8 if spec.gate else 16,
+            "ROUTED_TILES": routed,
+            "SHARED_TILES": shared,
+            "BATCH": how.batch,
+            "STAGES": how.stages,
+            "STAGE_BYTES": how.stage,
+            "PREFETCH_ROWS": rows,
+        }
+    )
+
+
+def second_values(spec: Spec, plan: Cut, how: Launch) -> dict[str, object]:
+    """Constants of the second half."""
+    even = plan.down_each * plan.split * STEP == spec.width and plan.down_each % how.batch == 0
+    return (
+        source.block_values(spec)
+        | source.middle(spec)
+        | {
+            "ONE_LAUNCH": 0,
+            "ROUTER_K": spec.router.top_k,
+            "SPLIT": plan.split,
+            "DOWN_STEPS": plan.down_each,
+            "EVEN_DOWN": int(even and spec.shared is None),
+            "DOWN_BATCH": how.batch,
+            "STAGES": how.stages,
+            "STAGE_BYTES": how.stage,
+            "SHARED_SPLIT": plan.shared_split,
+            "SHARED_STEPS": plan.shared_each,
+        }
+    )
+
+
+FIRST_FILES = ("formats.cuh", "matvec.cuh", "softmax.cuh", "router.h", "activation.h")
+
+
 def first_half(
     spec: Spec, plan: Cut, how: Launch, rows: int, language: str = ""
 ) -> tuple[str, str]:
     """Header and body of the router, gate and up kernel. language: in place of the prelude."""
-    routed, shared = tiles(spec)
-    values = source.router_values(spec.router, spec.dtype) | source.block_values(spec)
-    values |= source.middle(spec) | {
-        "PADDED": steps(spec.hidden) * STEP,
-        "STEPS": steps(spec.hidden),
-        "STEPS_EACH": plan.each,
-        "EVEN_STEPS": int(
-            plan.each * plan.warps * STEP == spec.hidden and plan.each % how.batch == 0
-        ),
-        "WARPS": plan.warps,
-        "TILES": how.warps // plan.warps,
-        "TILE_ROWS": 8 if spec.gate else 16,
-        "ROUTED_TILES": routed,
-        "SHARED_TILES": shared,
-        "BATCH": how.batch,
-        "STAGES": how.stages,
-        "STAGE_BYTES": how.stage,
-        "PREFETCH_ROWS": rows,
-    }
     forms = {"gate": spec.gate, "up": spec.up, "down": spec.down}
     if spec.shared:
         forms |= {"shared_gate": spec.shared.gate, "shared_up": spec.shared.up}
-    files = ("formats.cuh", "matvec.cuh", "softmax.cuh", "router.h", "activation.h")
-    return header(spec, values, forms, files, language), source.text("gate_up.body")
+    values = first_values(spec, plan, how, rows)
+    return header(spec, values, forms, FIRST_FILES, language), source.text("gate_up.body")
 
 
 def second_half(spec: Spec, plan: Cut, how: Launch, language: str = "") -> tuple[str, str]:
     """Header and body of the down and combine kernel."""
-    even = plan.down_each * plan.split * STEP == spec.width and plan.down_each % how.batch == 0
-    values = (
-        source.block_values(spec)
-        | source.middle(spec)
-        | {
-            "ROUTER_K": spec.router.top_k,
-            "SPLIT": plan.split,
-            "STEPS_EACH": plan.down_each,
-            "EVEN_STEPS": int(even and spec.shared is None),
-            "BATCH": how.batch,
-            "STAGES": how.stages,
-            "STAGE_BYTES": how.stage,
-            "SHARED_SPLIT": plan.shared_split,
-            "SHARED_STEPS_EACH": plan.shared_each,
-        }
-    )
     forms = {"down": spec.down}
     if spec.shared:
         forms["shared_down"] = spec.shared.down
-    files = ("formats.cuh", "matvec.cuh")
-    return header(spec, values, forms, files, language), source.text("down.body")
+    values = second_values(spec, plan, how)
+    return header(spec, values, forms, FIRST_FILES[:2], language), source.text("down.body")
+
+
+def whole_block(
+    spec: Spec, plan: Cut, how: tuple[Launch, Launch], language: str = ""
+) -> tuple[str, str]:
+    """Header and body of the kernel that does both."""
+    forms = {"gate": spec.gate, "up": spec.up, "down": spec.down}
+    if spec.shared:
+        forms |= {"shared_gate": spec.shared.gate, "shared_up": spec.shared.up}
+        forms |= {"shared_down": spec.shared.down}
+    values = second_values(spec, plan, how[1]) | first_values(spec, plan, how[0], 0)
+    values |= {"ONE_LAUNCH": 1, "GRID_BLOCKS": f"{how[0].blocks}ull"}
+    return header(spec, values, forms, FIRST_FILES, language), source.text("block.body")
 
 
 def header(
@@ -201,21 +236,98 @@ def prefetch_rows(spec: Spec, chosen: Geometry) -> int:
     return min(spec.out, rows // 16 * 16)
 
 
+LAUNCHES = "MOESCOPE_FUSED_LAUNCHES"
+SCRATCH_LINE = 128
+SLOTS = 256
+
+
+def launches() -> int:
+    """One launch a block, or two, by ``MOESCOPE_FUSED_LAUNCHES``. Raises UserError."""
+    value = os.environ.get(LAUNCHES, "1")
+    if value not in ("1", "2"):
+        raise UserError(f'"{value}" is not allowed; 1 or 2', LAUNCHES)
+    return int(value)
+
+
+@cache
+def _scratch(size: int) -> Callable[[], Any]:
+    """Places of ``size`` bytes after a counter, taken in turn by all blocks of a process.
+
+    A kernel's counter and what its halves hand on. Calls that may run at once need different
+    places: in turn they have them, but for calls that are hundreds apart and still not ordered.
+    """
+    words = (SCRATCH_LINE + -(-size // SCRATCH_LINE) * SCRATCH_LINE) // 4
+    whole = mx.zeros((SLOTS * words,), mx.uint32)
+    places = [whole[i * words : (i + 1) * words] for i in range(SLOTS)]
+    mx.eval(places)
+    return itertools.cycle(places).__next__
+
+
+def pointers(arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The arrays in row order, and of each a few elements at its own address.
+
+    MLX adds up the sizes of what kernels take and cuts its graphs by them, though of all experts'
+    weights only a few per cent are read.
+    """
+    whole = [mx.contiguous(array) for array in arrays]
+    few = [array.reshape(-1)[:16] if array.size > 4096 else array for array in whole]
+    mx.eval(whole, few)
+    return whole, few
+
+
 def build(spec: Spec, tensors: Tensors, chosen: Geometry, device: Device) -> Callable[..., Any]:
     """A callable ``run(shape, x, *dynamic) -> y`` for one block; kernels are shared by text.
 
     dynamic: as ``dynamic_names`` says; shape: the output's. ``run.first_half(*dynamic)`` is the
-    first kernel alone. Raises Unsupported.
+    first of two kernels alone. Raises Unsupported, UserError.
     """
     check(spec)
     if device.capability < 80:
         raise Unsupported(f"compute capability {device.capability / 10}")
     plan = cut(spec)
-    one = first_launch(spec, plan, chosen, device.cores, device.shared_memory)
-    two = down_launch(spec, plan, chosen, device.cores, device.shared_memory)
+    fit = (spec, plan, chosen, device.cores, device.shared_memory)
+    pair = block_launch(*fit) if launches() == 1 else None
+    if pair:
+        return _one_launch(spec, tensors, plan, pair)
+    one, two = first_launch(*fit), down_launch(*fit)
     if one is None or two is None:
         raise Unsupported("the shape does not fit the shared memory")
-    rows = prefetch_rows(spec, chosen)
+    return two_launches(spec, tensors, plan, (one, two), prefetch_rows(spec, chosen))
+
+
+def _one_launch(
+    spec: Spec, tensors: Tensors, plan: Cut, pair: tuple[Launch, Launch]
+) -> Callable[..., Any]:
+    how = pair[0]
+    first, second = static_inputs(spec, tensors, False)
+    head, body = whole_block(spec, plan, pair)
+    head += "\n" + bounds(how.warps * 32, 1) + "\n"
+    names = (*dynamic_names(spec), "scratch", *first, *second)
+    memory = requested(how.ring_bytes, first_static(spec, how.warps) + 128 * how.warps)
+    kernel = _kernel("moe", names, "out", head, body, memory)
+    whole, static = pointers([*first.values(), *second.values()])
+    grid, group = (how.blocks * how.warps * 32, 1, 1), (how.warps * 32, 1, 1)
+    types = [getattr(mx, spec.dtype)]
+    place = _scratch(source.middle(spec)["MID_BYTES"])
+
+    def run(shape: tuple[int, ...], *dynamic: Any) -> Any:
+        return kernel(
+            inputs=[*dynamic, place(), *static],
+            output_shapes=[shape],
+            output_dtypes=types,
+            grid=grid,
+            threadgroup=group,
+        )[0]
+
+    run.keep = whole  # the arrays whose addresses the kernel takes
+    return run
+
+
+def two_launches(
+    spec: Spec, tensors: Tensors, plan: Cut, pair: tuple[Launch, Launch], rows: int
+) -> Callable[..., Any]:
+    """The same with a launch for each half; the same bits."""
+    one, two = pair
     first, second = static_inputs(spec, tensors, rows > 0)
     head, body = first_half(spec, plan, one, rows)
     head += "\n" + bounds(one.warps * 32, 1) + "\n"
@@ -227,7 +339,8 @@ def build(spec: Spec, tensors: Tensors, chosen: Geometry, device: Device) -> Cal
     memory = requested(two.ring_bytes, 2048 + 128 * two.warps)
     down = _kernel("down", ("middle", *second), "out", head, body, memory)
 
-    static_first, static_second = list(first.values()), list(second.values())
+    whole_first, static_first = pointers(list(first.values()))
+    whole_second, static_second = pointers(list(second.values()))
     first_grid, first_group = (one.blocks * one.warps * 32, 1, 1), (one.warps * 32, 1, 1)
     second_grid, second_group = (two.blocks * two.warps * 32, 1, 1), (two.warps * 32, 1, 1)
     middle_shapes = [(source.middle(spec)["MID_BYTES"] // 4,)]
@@ -252,7 +365,7 @@ def build(spec: Spec, tensors: Tensors, chosen: Geometry, device: Device) -> Cal
             threadgroup=second_group,
         )[0]
 
-    run.first_half = first_half_of
+    run.first_half, run.keep = first_half_of, (whole_first, whole_second)
     return run
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from moescope.errors import UserError
 
+from .source import STEP
 from .spec import Spec
 from .weights import Format
 
 VARIABLE = "MOESCOPE_FUSED_GEOMETRY"
-STEP = 128  # columns that a warp takes at once
 NOMINAL_CORES = 132
 IN_FLIGHT = 32  # words of weights per lane and stage: two rows' chunks of each step
 DOWN_WARPS = 8  # warps of the second half per block, about
@@ -24,7 +24,8 @@ DOWN_WARPS = 8  # warps of the second half per block, about
 class Geometry:
     """warps: of a block of the first half (on Metal: simdgroups of a threadgroup, 8 unless given);
     steps: of a stage (0: by format); stages: of a warp's ring (0: as many as fit); prefetch: MiB of
-    the second half's weights that the first half sends for; cores: multiprocessors to use (0: all).
+    the second half's weights that the first half sends for (two launches alone); cores:
+    multiprocessors to use (0: all).
     """
 
     warps: int = 0
@@ -146,11 +147,10 @@ def panel_bytes(form: Format, columns: int, unit: int) -> int:
     return 8 * stride + 8 * scales * (2 if form.mode == "affine" else 1)
 
 
-def stage_bytes(pairs: list[tuple[Format, Format, int]], unit: int, extra: int) -> int:
+def stage_bytes(pairs: list[tuple[Format, Format, int]], unit: int) -> int:
     """Bytes of the largest stage of these pairs of panels (formats, columns)."""
     return max(
-        -(-(panel_bytes(a, d, unit) + panel_bytes(b, d, unit) + extra) // 128) * 128
-        for a, b, d in pairs
+        -(-(panel_bytes(a, d, unit) + panel_bytes(b, d, unit)) // 128) * 128 for a, b, d in pairs
     )
 
 
@@ -159,15 +159,15 @@ def first_stage(spec: Spec, unit: int) -> int:
     pairs = [(spec.gate or spec.up, spec.up, spec.hidden)]
     if spec.shared:
         pairs.append((spec.shared.gate or spec.shared.up, spec.shared.up, spec.hidden))
-    return stage_bytes(pairs, unit, 0)
+    return stage_bytes(pairs, unit)
 
 
 def down_stage(spec: Spec, unit: int) -> int:
-    """Bytes of a stage of the second half, the operand's piece included."""
+    """Bytes of a stage of the second half, ``unit`` steps a stage."""
     pairs = [(spec.down, spec.down, spec.width)]
     if spec.shared:
         pairs.append((spec.shared.down, spec.shared.down, spec.shared.width))
-    return stage_bytes(pairs, unit, unit * 4 * (128 + 16))
+    return stage_bytes(pairs, unit)
 
 
 def first_static(spec: Spec, warps: int) -> int:
@@ -196,6 +196,7 @@ class Launch:
     batch: int
     stages: int
     stage: int
+    groups: int = 0  # tiles at once, where there are warps beside theirs
 
     @property
     def ring_bytes(self) -> int:
@@ -236,7 +237,7 @@ def down_launch(spec: Spec, plan: Cut, chosen: Geometry, cores: int, memory: int
     """The second half's launch; None where it does not fit the shared memory."""
     row_tiles = spec.out // 16
     blocks = min(chosen.cores or cores, row_tiles)
-    warps = spec.router.top_k * plan.split + plan.shared_split
+    warps = down_warps(spec, plan)
     most = min(plan.down_each, _most(spec)[1])
     short = -(-plan.down_each // most) * -(-row_tiles // blocks) <= 2
     most = min(most, chosen.steps or (2 if short else most))
@@ -247,4 +248,45 @@ def down_launch(spec: Spec, plan: Cut, chosen: Geometry, cores: int, memory: int
         stages = _stages(room, chosen.stages, needed)
         if stages and warps <= 32:
             return Launch(blocks, warps, unit, stages, stage)
+    return None
+
+
+def down_warps(spec: Spec, plan: Cut) -> int:
+    """Warps of the second half: the chosen experts' parts and the shared one's."""
+    return spec.router.top_k * plan.split + plan.shared_split
+
+
+def block_launch(
+    spec: Spec, plan: Cut, chosen: Geometry, cores: int, memory: int
+) -> tuple[Launch, Launch] | None:
+    """Both halves in one launch, which share blocks, warps, stages and the bytes of a stage: they
+    run through one ring. None where that does not fit the shared memory."""
+    total, row_tiles = sum(tiles(spec)), spec.out // 16
+    blocks = min(chosen.cores or cores, max(total, row_tiles))
+    second = down_warps(spec, plan)
+    each, rows = -(-total // blocks), -(-row_tiles // blocks)
+    most, down_most = min(plan.each, _most(spec)[0]), min(plan.down_each, _most(spec)[1])
+    if chosen.steps:
+        most, down_most = min(most, chosen.steps), min(down_most, chosen.steps)
+    groups = max(1, (chosen.warps or 12) // plan.warps)
+    groups = min(groups, each, 15, 32 // plan.warps)
+    for limit in range(max(most, down_most), 0, -1):
+        unit = even_batch(plan.each, min(most, limit))
+        down_unit = even_batch(plan.down_each, min(down_most, limit))
+        stage = max(first_stage(spec, unit), down_stage(spec, down_unit))
+        for count in range(groups, 0, -1):
+            warps = max(count * plan.warps, second)
+            if warps > 32:
+                continue
+            fixed = first_static(spec, warps) + 128 * second
+            room = (memory - fixed) // (warps * stage)
+            needed = (
+                -(-plan.each // unit) * -(-each // count) + -(-plan.down_each // down_unit) * rows
+            )
+            stages = _stages(room, chosen.stages, needed)
+            if stages:
+                return (
+                    Launch(blocks, warps, unit, stages, stage, count),
+                    Launch(blocks, warps, down_unit, stages, stage),
+                )
     return None

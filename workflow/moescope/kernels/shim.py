@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from . import cuda, metal, source
 from .common import check, dynamic_names, static_inputs
-from .layout import Geometry, cut, down_launch, first_launch
+from .layout import Geometry, block_launch, cut, down_launch, first_launch
 from .spec import Spec, Tensors
 
 FOLDER = Path(__file__).parent / "shim"
@@ -35,8 +35,8 @@ TYPES = {
 
 
 def compile_text(language: str, header: str, body: str, inputs: dict[str, Any], output: str) -> Any:
-    """A function (void** inputs, void* output, int blocks, int threads, int late, int schedule)
-    from a kernel's text.
+    """A function (void** inputs, void* output, int blocks, int threads, int late, int schedule,
+    int together) from a kernel's text.
 
     output: name and type of the kernel's output, as "out bfloat16". Raises subprocess errors with
     the compiler's message, TimeoutExpired after two minutes.
@@ -61,12 +61,10 @@ def compile_text(language: str, header: str, body: str, inputs: dict[str, Any], 
         f"  kernel({', '.join([*inputs, name])});",
         "}",
         'extern "C" void run(void** inputs, void* output, int blocks, int threads, int late,'
-        " int schedule) {",
+        " int schedule, int together) {",
         "  given = inputs;",
         "  to = output;",
-        "  lanes::block.late = late;",
-        "  lanes::block.schedule = schedule;",
-        "  for (int b = 0; b < blocks; ++b) lanes::run_block(b, blocks, threads, one);",
+        "  lanes::run_blocks(blocks, threads, late, schedule, together, one);",
         "}",
     ]
     text = "\n".join(lines)
@@ -103,11 +101,14 @@ def call(
     threads: int,
     late: bool = False,
     schedule: int = 0,
+    together: bool = False,
+    calls: int = 1,
 ) -> bytearray:
     """Run a compiled kernel over bytes of the inputs; the output's bytes start as 0xff.
 
     late: asynchronous copies land when they are waited for (else at once); schedule: 0 for threads
-    in turn, else the seed of a random order in which some stay behind.
+    in turn, else the seed of a random order in which some stay behind; together: all blocks at
+    once (they wait for each other), else one after the other.
     """
     buffers = []
     for array in inputs.values():
@@ -123,7 +124,8 @@ def call(
     at = -ctypes.addressof(raw) % 32
     ctypes.memset(ctypes.addressof(raw), 0xFF, size + 64)
     to = ctypes.c_void_p(ctypes.addressof(raw) + at)
-    run(pointers, to, blocks, threads, int(late), schedule)
+    for _ in range(calls):
+        run(pointers, to, blocks, threads, int(late), schedule, int(together))
     return bytearray(ctypes.string_at(ctypes.addressof(raw) + at, size))
 
 
@@ -198,3 +200,32 @@ def block(
         out = call(runs[1], second, spec.out * 2, *launches[1], late, schedule)
         found["y"] = array_of(out, getattr(mx, spec.dtype))
     return found
+
+
+def one_launch(
+    spec: Spec,
+    tensors: Tensors,
+    *dynamic: Any,
+    chosen: Geometry | None = None,
+    blocks: int = 3,
+    late: bool = False,
+    schedule: int = 0,
+    calls: int = 1,
+) -> Any:
+    """The block's output [out] by CUDA's kernel of one launch, all blocks at once on the CPU.
+
+    calls: how often, over one counter; the last call's output.
+    """
+    check(spec)
+    plan = cut(spec)
+    pair = block_launch(spec, plan, chosen or Geometry(), blocks, MEMORY)
+    first, second = static_inputs(spec, tensors, False)
+    scratch = mx.zeros((32 + source.middle(spec)["MID_BYTES"] // 4,), mx.uint32)
+    scratch[32:] = 0xFFFFFFFF
+    inputs = dict(zip(dynamic_names(spec), dynamic, strict=True))
+    inputs |= {"scratch": scratch} | first | second
+    text = cuda.whole_block(spec, plan, pair, cuda.MATH)
+    run = compile_text("cuda", *text, inputs, f"out {spec.dtype}")
+    how = (pair[0].blocks, pair[0].warps * 32, late, schedule, True)
+    out = call(run, inputs, spec.out * 2, *how, calls=calls)
+    return array_of(out, getattr(mx, spec.dtype))

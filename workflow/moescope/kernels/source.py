@@ -12,6 +12,8 @@ from pathlib import Path
 from .spec import Router, Spec
 from .weights import CHUNK, Format
 
+STEP = 128  # columns that a warp takes at once
+
 SOURCES = Path(__file__).parent / "sources"
 
 TYPES = {"bfloat16": 1, "float16": 2}
@@ -120,14 +122,14 @@ def block_values(spec: Spec) -> dict[str, object]:
 def middle(spec: Spec) -> dict[str, int]:
     """Byte offsets in what the first half hands to the second, and its size.
 
-    Activations (a chunk of 32: upper halves, then rests, 64 bytes each), octet sums (16 bytes a
-    chunk), the experts chosen, their weights.
+    A place a slot: activations (a step of 128: upper halves and rests by octets, 512 bytes), then
+    octet sums (64 bytes a step); the experts chosen, their weights.
     """
-    chunks = spec.router.top_k * (spec.width // CHUNK)
-    chunks += spec.shared.width // CHUNK if spec.shared else 0
-    sums = chunks * 128
-    chosen = sums + chunks * 16
+    wide = -(-max(spec.width, spec.shared.width if spec.shared else 0) // STEP) * 512
+    sums = (spec.router.top_k + (spec.shared is not None)) * wide
+    chosen = sums + sums // 8
     return {
+        "SLOT_BYTES": wide,
         "MID_SUMS": sums,
         "MID_CHOSEN": chosen,
         "MID_WEIGHT": chosen + 128,

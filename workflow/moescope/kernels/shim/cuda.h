@@ -8,7 +8,7 @@ typedef unsigned char u8;
 #define FN inline
 #define TG
 #define PRIVATE
-#define __shared__ static
+#define __shared__ static thread_local
 #define __syncthreads() lanes::meet(lanes::block.all, lanes::block.threads)
 struct Place { int x; };
 #define threadIdx Place{lanes::thread()}
@@ -73,7 +73,12 @@ inline void copy8(void* to, const void* from, bool here) { lanes::copy(to, from,
 inline void copy4(void* to, const void* from, bool here) { lanes::copy(to, from, 4, here); }
 inline void commit_copies() { lanes::commit_copies(); }
 template <int N> inline void wait_copies() { lanes::wait_copies(N); }
-#define DYNAMIC_SHARED(name) alignas(128) static u8 name[232448]
+#define DYNAMIC_SHARED(name) alignas(128) static thread_local u8 name[232448]
+inline uint4 load16_written(const void* p) { return read<uint4>(p); }
+inline float4 load16f_written(const void* p) { return read<float4>(p); }
+using lanes::arrive;
+using lanes::await_blocks;
+using lanes::look;
 inline void prefetch_l2(const void* p, u32 bytes) {
   if ((uintptr_t)p % 16 || bytes % 16) abort();
 }

@@ -1,9 +1,12 @@
 // Threads of a thread block as fibers of one CPU thread: enough to run the kernels' text as it is,
 // with its barriers and its exchanges between lanes. Slow, exact about who waits for whom; it
-// says nothing about memory order between threads or about speed.
+// says nothing about memory order between threads or about speed. Blocks that wait for each other
+// are CPU threads, and what a block shares is each CPU thread's own.
 #pragma once
 // Plain C headers: the standard library's would take longer to compile than all the rest.
 #include <math.h>
+#include <pthread.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -54,7 +57,7 @@ struct Block {
   unsigned schedule;  // 0: threads in turn; else the seed of a random order
 };
 
-inline Block block;
+inline thread_local Block block;
 constexpr int COPIES = 1 << 14;
 
 inline void perform(const Copy& c) {
@@ -78,6 +81,18 @@ inline void wait_copies(int left) {
   Fiber& f = *block.now;
   while (f.done_copies < f.asked && f.copies[f.done_copies % COPIES].group < f.group - left)
     perform(f.copies[f.done_copies++ % COPIES]);
+}
+
+// Blocks of one launch: a counter that all see.
+inline uint64_t look(const void* p) { return __atomic_load_n((const uint64_t*)p, __ATOMIC_RELAXED); }
+inline void arrive(const void* p) { __atomic_fetch_add((uint64_t*)p, 1, __ATOMIC_RELEASE); }
+inline void yield();
+inline void await_blocks(const void* p, uint64_t target) {
+  for (long turn = 0; __atomic_load_n((const uint64_t*)p, __ATOMIC_ACQUIRE) < target; ++turn) {
+    if (turn > 20000000L) abort();
+    yield();
+    sched_yield();
+  }
 }
 
 inline void yield() {
@@ -156,6 +171,36 @@ inline void run_block(int index, int blocks, int threads, void (*body)()) {
       left |= !f.done;
     }
   }
+}
+
+struct Start {
+  int index, blocks, threads;
+  bool late;
+  unsigned schedule;
+  void (*body)();
+};
+inline void* run_start(void* given) {
+  const Start& s = *(const Start*)given;
+  block.late = s.late;
+  block.schedule = s.schedule;
+  run_block(s.index, s.blocks, s.threads, s.body);
+  for (auto& f : block.fibers) {
+    free(f.stack);
+    free(f.copies);
+  }
+  return nullptr;
+}
+// All blocks, one after the other or at once.
+inline void run_blocks(int blocks, int threads, bool late, unsigned schedule, bool together, void (*body)()) {
+  static Start starts[64];
+  static pthread_t handles[64];
+  if (together && blocks > 64) abort();
+  for (int b = 0; b < blocks; ++b) {
+    Start& s = starts[together ? b : 0] = {b, blocks, threads, late, schedule, body};
+    if (pthread_create(&handles[together ? b : 0], nullptr, run_start, &s)) abort();
+    if (!together) pthread_join(handles[0], nullptr);
+  }
+  for (int b = 0; together && b < blocks; ++b) pthread_join(handles[b], nullptr);
 }
 
 inline float bits_float(uint32_t v) {

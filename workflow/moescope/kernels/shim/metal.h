@@ -47,4 +47,4 @@ inline float exp(float v) { return expf(v); }
 #define device
 #define constant
 #define thread
-#define threadgroup static
+#define threadgroup static thread_local

@@ -10,7 +10,8 @@
 // product of the tile belongs to one chunk, and one scale, and an activation in float32 keeps 16
 // bits. Sums are float32 from the first product on.
 //
-// Operand: chunk c at x + c * PIECES * 64 bytes, upper half then rest, in the formats' pair order.
+// Operand: of a step, octet i of chunk q at ((i * 4 + q) * PIECES) * 16 bytes, upper half then rest,
+// in the formats' pair order: what the lanes of a quad row read at once lies side by side.
 
 constexpr int aligned_to(int bytes) {
   return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : bytes % 2 == 0 ? 2 : 1;
@@ -132,14 +133,13 @@ struct Rows {  // where the eight rows of a panel begin: weights, scales, biases
         (const u8*)name##_b + (row) * PANEL::SCALE_ROW                                \
   }
 
-// One stage: A's and B's panels, and room for a piece of the operand.
-template <class A, class B, int D, int U, int EXTRA>
+// One stage: A's and B's panels.
+template <class A, class B, int D, int U>
 struct Stage {
   typedef Panel<A, D, U> PA;
   typedef Panel<B, D, U> PB;
   static constexpr int AT_B = PA::SIZE;
-  static constexpr int AT_EXTRA = AT_B + PB::SIZE;
-  static constexpr int SIZE = (AT_EXTRA + EXTRA + 127) / 128 * 128;
+  static constexpr int SIZE = (AT_B + PB::SIZE + 127) / 128 * 128;
   // Where both have scales and biases of one layout, a lane's piece may be of any of the four.
   static constexpr bool ALIKE = A::BIAS && B::BIAS && PA::SCALE_ROW == PB::SCALE_ROW &&
                                 PA::SCALES == PB::SCALES && PA::SIZE == PB::SIZE;
@@ -182,30 +182,35 @@ FN void part(const u8* panel, int g, int u, int pair, float c0, float c1, float 
   }
 }
 
-// U steps of a stage: `count` of them are real. x: the operand's chunk 0 of the stage; sum: of
-// this lane's two chunks of step u, by sum_of(u, x0, x1).
-template <class A, class B, int D, int U, int PIECES, class SumOf>
-FN void rows16(const u8* stage, const u8* x, const u8* zeros, int count, SumOf sum_of, float& a, float& b) {
-  typedef Stage<A, B, D, U, 0> S;
+// Whether this lane has something to give to the operand, and where that begins in a step's.
+template <int PIECES>
+FN bool gives(int lane) {
+  return (lane >> 2 & 3) == (lane & 3) && lane >> 2 < 4 * PIECES;
+}
+template <int PIECES>
+FN int gives_at(int lane) {
+  return ((lane & 3) * PIECES + (lane >> 4)) * 16;
+}
+
+// U steps of a stage: `count` of them are real. octet(u, i): this lane's piece of the operand, zeros
+// where it gives nothing; sum_of(u, x0, x1): the sums of this lane's two chunks of step u.
+template <class A, class B, int D, int U, class OctetOf, class SumOf>
+FN void rows16(const u8* stage, int count, OctetOf octet, SumOf sum_of, float& a, float& b) {
+  typedef Stage<A, B, D, U> S;
   typedef typename S::PA PA;
   typedef typename S::PB PB;
   constexpr bool SUMS = A::BIAS || B::BIAS;
   const int lane = lane_id(), q = lane & 3, g = lane >> 2, pair = q & 1;
-  // Lanes with nothing to give to the operand read zeros: no branch, no select.
-  const bool live = (g & 3) == q && g < 4 * PIECES;
-  const u8* xp = live ? x + q * (64 * PIECES) + (g >> 2) * 64 : zeros;
-  const int xstep = live ? 256 * PIECES : 0;
 #pragma unroll
   for (int u = 0; u < U; ++u) {
     if (u < count) {
       u32 wa[A::W::WORDS], wb[B::W::WORDS];
       PA::words(stage, g, u * 4 + q, wa);
       PB::words(stage + S::AT_B, g, u * 4 + q, wb);
-      const uint4* xv = (const uint4*)(xp + u * xstep);
       float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint4 v = xv[i];
+        const uint4 v = octet(u, i);
         u32 pa[4], pb[4];
         A::W::octet(wa, i, pa);
         B::W::octet(wb, i, pb);
