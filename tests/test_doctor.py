@@ -164,6 +164,17 @@ def test_a_study_for_a_gpu_needs_one(plan, tmp_path, monkeypatch):
     assert "has mlx-cpu, mlx-metal, the machine's is cuda" in locks[0].found
 
 
+def test_a_study_for_a_mac_needs_one_and_has_its_locks(plan, tmp_path, monkeypatch):
+    metal = plan(backend="metal")
+    assert not only(study.machine(metal)).ok
+    locks = list(study.locks(metal))
+    assert all(lock.ok and lock.found.endswith(": mlx-metal") for lock in locks) and locks
+    (tmp_path / "envs" / "mlx-lm-0.32.2.txt").write_text("mlx-cuda-13==0.32.4 \\\n")
+    assert "has mlx-cuda-13, the machine's is metal" in next(study.locks(metal)).found
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    assert only(study.machine(metal)).ok
+
+
 def test_a_gpu_in_use_is_seen_and_the_driver_compared(plan, tmp_path, monkeypatch):
     from test_measure_gpu import SMI
 

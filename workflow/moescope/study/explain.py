@@ -74,8 +74,8 @@ def _reasons(job: Job, earlier: dict[str, Any] | None, stale: set[str]) -> list[
         if new is None:
             reasons.append(f"no longer reads {name}")
         else:
-            why = "stale too" if name in stale else "has another result"
-            reasons.append(f"reads {name}, which is {why}: {old or 'new'} -> {new}")
+            why = "is stale too" if name in stale else "has another result"
+            reasons.append(f"reads {name}, which {why}: {old or 'new'} -> {new}")
     changed = [name for name, _old, _new in differences(earlier["code"], job.code)]
     if changed:
         reasons.append(f"its code changed: {', '.join(changed)}")
