@@ -132,7 +132,7 @@ class Rounds:
 
         for arm in names:
             step(arm, "start", slices=sizes, **self.arms.decoding(arm))
-        for turn in turns(names, 0, len(sizes)):
+        for turn in turns(names, len(sizes)):
             for arm in turn:
                 step(arm, "more")
         for arm in names:

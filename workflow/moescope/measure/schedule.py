@@ -19,10 +19,21 @@ def parts(tokens: int, slices: int) -> list[int]:
     return [each + 1] * more + [each] * (slices - more)
 
 
-def turns(arms: list[str], number: int, slices: int) -> list[list[str]]:
-    """Who decodes when in a sliced round: one list of all arms a slice, each starting one arm later
-    than the one before; the first starts as round ``number`` does."""
-    return [order(arms, number + turn) for turn in range(slices)]
+def turns(arms: list[str], slices: int) -> list[list[str]]:
+    """Who decodes when in a sliced round: one list of all arms for each slice.
+
+    A Williams design: over ``len(arms)`` turns in a row each arm stands once at each position, and
+    it follows each other arm once (twice over twice as many turns if the arms are odd in number).
+    What an arm leaves behind, in caches and clocks, so falls on all others alike; in a mere
+    rotation it would always fall on the same one.
+    """
+    count = len(arms)
+    zigzag = [(i + 1) // 2 if i % 2 else (count - i // 2) % count for i in range(count)]
+    found = []
+    for turn in range(slices):
+        row = [arms[(i + turn) % count] for i in zigzag]
+        found.append(row[::-1] if count % 2 and (turn // count) % 2 else row)
+    return found
 
 
 def processes(arms: dict[str, dict[str, Any]], apart: bool = False) -> list[list[str]]:
