@@ -170,7 +170,13 @@ class Tree:
 
     # Running the stages under test, as the framework does.
 
-    def analyse(self, claims: list[dict] | None = None) -> Path:
+    def analyse(
+        self,
+        claims: list[dict] | None = None,
+        answers: list[dict] | None = None,
+        experts: dict[str, dict] | None = None,
+    ) -> Path:
+        """experts: arm -> checkpoint -> the kernels that its experts are to run."""
         params = {
             "study": {
                 "name": "embedded",
@@ -183,11 +189,15 @@ class Tree:
                 name: {"role": entry["role"], "kind": "synthetic"}
                 for name, entry in CHECKPOINTS.items()
             },
-            "arms": ARMS,
+            "arms": {
+                name: arm | ({"experts": experts[name]} if name in (experts or {}) else {})
+                for name, arm in ARMS.items()
+            },
             "shape": SHAPE,
             "rounds": {"count": self.rounds, "warmup": 1} | self.sliced,
             "limits": {**LIMITS, "parity": LIMITS_PARITY},
             "claims": CLAIMS if claims is None else claims,
+            **({"answers": answers} if answers else {}),
         }
         from moescope.verdict import analyse
 
@@ -510,6 +520,8 @@ class Tree:
             self._kernels(folder, name, arm)
             trace = read_json(folder / "trace.json")
             drawn = {"file": "timelines/abc.json.gz", "sha256": _hash("drawn"), "steps": [7, 8]}
+            if arm == "vlm" and "router" in shares:
+                trace["sweep"] = {"schema": "moescope/sweep/1", "top_k": 8, "file": "sweep.csv"}
             write_json(folder / "trace.json", trace | {"timeline": drawn})
 
     def _kernels(self, folder: Path, name: str, arm: str) -> None:
@@ -519,7 +531,9 @@ class Tree:
         rows = ["arm,kernel,term,primitives,launches_per_token,ms_per_token,bytes_per_token,share"]
         for term, share in shares.items():
             kernel = f'"void mlx::core::cu::kernel_{term}<float, 4>(float*, int)"'
-            rows.append(f"{arm},{kernel},{term},Some,{launches[term]:g},{share:g},,{share:g}")
+            made = "GatherQMM" if term == "expert_gather" else "Some"
+            rows.append(f"{arm},{kernel},{term},{made},{launches[term]:g},{share:g},,{share:g}")
+        rows.append(f"{arm},event_signal_kernel,synchronisation,-,1,0.05,,0.05")
         write_text(folder / "kernels.csv", "\n".join(rows) + "\n")
         write_text(
             folder / "calls.csv",
@@ -529,8 +543,22 @@ class Tree:
         for index, term in enumerate(shares):
             spans.append(f"{index * 50},{index * 50 + 40},{term},3")
         write_text(folder / "timeline.csv", "\n".join(spans) + "\n")
+        if arm == "vlm" and "router" in shares:
+            rows = [
+                "top_k,kernel,launches_per_token,per_layer,ms_per_token,gather_ms_per_token,why"
+            ]
+            for k in range(1, 10):
+                kernel = "gather_qmv_kernel" if k < 8 else "qmm_sm80_kernel"
+                rows.append(f"{k},{kernel},8,2,{0.03 * k:g},{0.035 * k:g},")
+            rows.append("10,,,,,,not applicable: too many")
+            write_text(folder / "sweep.csv", "\n".join(rows) + "\n")
         passes = [self.random.gauss(1, 0.01) for _ in range(3)]
-        experts = [{"kernel": "kernel_expert_gather", "launches_per_token": 8.0, "per_layer": 2.0}]
+        experts = [
+            {"kernel": "kernel_expert_gather", "launches": 64, "launches_per_token": 8.0,
+             "per_layer": 2.0, "helper": False},
+            {"kernel": "copy_g_nd", "launches": 32, "launches_per_token": 4.0, "per_layer": 1.0,
+             "helper": True},
+        ]  # fmt: skip
         uneven = [{"term": "router", "kernel": "kernel_router", "launches_per_token": 4.5}]
         write_json(
             folder / "terms.json",
@@ -541,32 +569,51 @@ class Tree:
                 "steps": 8,
                 "wall_ms": [3.0, 3.02, 2.99],
                 "profiler_cost": [0.011, 0.008, 0.013],
+                "all_profiler_cost": [0.02, 0.05, 0.04],
                 "busy_ms": [1.05 * x for x in passes],
+                "model_busy_ms": [x for x in passes],
+                "sum_ms": [1.05 * x for x in passes],
                 "busy_share": [0.35 * x for x in passes],
                 "host_gap_ms": [1.95, 1.96, 1.94],
                 "overlapping_ms": [0.02, 0.02, 0.02],
                 "launches": [60.0, 60.0, 60.0],
                 "terms": {
-                    term: {"ms": [share * x for x in passes], "launches": [launches[term]] * 3}
-                    for term, share in shares.items()
+                    term: {
+                        "ms": [share * x for x in passes],
+                        "launches": [launches.get(term, 1.0)] * 3,
+                    }
+                    for term, share in {**shares, "synchronisation": 0.05}.items()
                 },
                 "unclassified": [0.0, 0.0, 0.0],
                 "window": {
-                    "difference": {"ms": 1.06, "launches": 60.0},
-                    "window": {"ms": 1.05, "launches": 60.0},
+                    "difference": {"ms": 1.01, "launches": 59.0, "all_ms": 1.15},
+                    "window": {"ms": 1.0, "launches": 59.0, "all_ms": 1.05},
                 },
-                "window_disagreement": 0.0095,
+                "window_disagreement": 0.01,
+                "all_window_disagreement": 0.095,
                 "forced_terms": {
                     term: {"ms": share * 1.01, "launches": launches[term]}
                     for term, share in shares.items()
                 },
-                "instruments_disagreement": 0.012,
+                "instruments_disagreement": 0.112,
+                "all_instruments_disagreement": 0.15,
+                "alone_disagreement": 0.013,
+                "overlap_disagreement": 0.108,
+                "cpu_ms": {
+                    "plain": [3.3, 3.4, 3.2],
+                    "watched": {"process": 5.0, "loop": 2.9},
+                },
                 "launches_disagreement": 0.0,
                 "host": {
                     "ms": {"build": 0.8, "encode": 1.9, "wait": 0.3},
                     "idle_ms": {"build": 0.5, "encode": 1.4, "wait": 0.05},
                 },
-                "path": {"experts": experts if "router" in shares else [], "uneven": uneven},
+                "path": {
+                    "steps": 8,
+                    "moe_layers": 4 if "router" in shares else 0,
+                    "experts": experts if "router" in shares else [],
+                    "uneven": uneven,
+                },
                 "dropped": 0,
             },
         )

@@ -54,6 +54,7 @@ def assemble(task: Task) -> dict[str, Any]:
         "synthetic": [name for name, entry in checkpoints.items() if entry["synthetic"]],
         "reference": analysis["reference"],
         "claims": analysis["claims"],
+        "answers": analysis["answers"],
         "host": _hosts(results, checkpoints),
         "pins": _pins(task, results),
         "checkpoints": {name: _checkpoint(task, results, name, analysis) for name in checkpoints},
@@ -61,6 +62,7 @@ def assemble(task: Task) -> dict[str, Any]:
         "results": {name: _result(entry) for name, entry in checkpoints.items()},
         "attribution": {"scopes": by_arm["scopes"], "kernels": by_arm["kernels"]},
         "sweep": {name: entry["sweep"] for name, entry in checkpoints.items()},
+        "dispatch": {name: entry["dispatch"] for name, entry in checkpoints.items()},
         "operations": by_arm["operations"],
         "ceilings": {
             name: {"bandwidths": entry["bandwidths"], "arms": by_arm["ceiling"][name]}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from . import charts, numbers, tables
+from . import charts, numbers, tables, trace_tables
 from .writers import Html, Markdown, plain
 
 COMMANDS = """
@@ -47,7 +47,7 @@ def _fill(record: dict[str, Any], writer: Markdown | Html, templates: Path, name
     try:
         body = writer.finish(
             environment.get_template("body.j2").render(
-                w=writer, record=record, t=tables, commands=COMMANDS
+                w=writer, record=record, t=tables, k=trace_tables, commands=COMMANDS
             )
         )
         return environment.get_template(name).render(w=writer, record=record, body=body)

@@ -19,6 +19,7 @@ TERM_NAMES = {
     "sampler": "sampler",
     "other": "other",
     "host_gap": "host gap",
+    "synchronisation": "synchronisation",
     "unclassified": "unclassified",
 }
 
@@ -447,11 +448,14 @@ def kernels(found: dict[str, Any], most: int = 20) -> Table:
             show(row["launches"]),
             show(row["ms"]),
             show(row["share"]),
+            show(row["bytes"]),
         ]
         for row in found["kernels"][:most]
     ]
     head = ["kernel", "term", "primitives", "launches/token", "ms/token", "share of busy"]
-    return columns(rows, head, 3)
+    head.append("weights read per token")
+    kept = len(head) - all(row[-1] == ABSENT for row in rows)
+    return columns([row[:kept] for row in rows], head[:kept], 3)
 
 
 def traced(record: Record) -> list[tuple[str, str, dict[str, Any]]]:
@@ -494,30 +498,24 @@ def uneven(record: Record) -> list[str]:
 
 
 def kernel_instrument(record: Record) -> Table:
-    """How far each kernel trace may be trusted."""
+    """What each kernel trace rests on, and what it cost the host."""
     rows = []
     for checkpoint, arm, found in traced(record):
-        checks, window = found["checks"], found["window"]
+        window = found["window"]
         rows.append(
             [
                 code(checkpoint),
                 code(arm),
                 plain(found["method"] or ABSENT),
-                show(checks["profiler_cost"]),
-                show(checks["profiler_wall_cost"]),
-                show(checks["unclassified"]),
+                show(found["checks"]["profiler_wall_cost"]),
                 show(window["window"]["ms"]) if window else ABSENT,
                 show(window["difference"]["ms"]) if window else ABSENT,
-                show(checks["window_disagreement"]),
-                show(checks["instruments_disagreement"]),
                 f"refused: {plain(found['refused'])}" if found["refused"] else "used",
             ]
         )
-    head = ["checkpoint", "arm", "owners of launches by", "profiler's cost on the kernels"]
-    head += ["on the wall", "unclassified"]
-    head += ["GPU ms by window", "by two lengths", "disagreement", "with the forced pass"]
-    table = columns(rows, [*head, "attribution"], 3)
-    table.numbers.discard(10)
+    head = ["checkpoint", "arm", "owners of launches by", "profiler's cost on the wall"]
+    table = columns(rows, [*head, "GPU ms by window", "by two lengths", "attribution"], 3)
+    table.numbers.discard(6)
     return table
 
 

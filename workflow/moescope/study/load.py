@@ -198,6 +198,8 @@ def _inconsistencies(study: Study, root: Path) -> list[str]:
                 f"arms.{name}: the null arm must have the reference's runtime, env and patches"
             )
     lines += _claims(study)
+    lines += _experts(study)
+    lines += _answers(study)
     return lines
 
 
@@ -215,6 +217,51 @@ def _environment(root: Path, env: str, key: str) -> list[str]:
     if env in names:
         return []
     return [f"{key}: {env!r} has no file envs/{env}.txt; allowed: {', '.join(names)}"]
+
+
+def _experts(study: Study) -> list[str]:
+    """Declared kernels of experts that no trace would ever prove."""
+    lines = []
+    for name, arm in study.arms.items():
+        if arm.experts is None:
+            continue
+        if arm.role not in ("reference", "candidate"):
+            lines.append(
+                f"arms.{name}.experts: an arm with the role {arm.role} is not traced, so nothing "
+                "would prove it; allowed on: reference, candidate"
+            )
+        for checkpoint in arm.experts if isinstance(arm.experts, dict) else ():
+            if checkpoint not in study.checkpoints:
+                lines.append(f"arms.{name}.experts: {checkpoint!r} is no checkpoint of this study")
+    return lines
+
+
+def _answers(study: Study) -> list[str]:
+    lines = []
+    interventions = study.role("intervention")
+    claims = {claim.name for claim in study.claims}
+    for index, answer in enumerate(study.answers):
+        key = f"answers.{index}"
+        for quantity in answer.by:
+            known = quantities.exists(quantity, list(study.arms), interventions)
+            if quantity != quantities.PATH and not known:
+                lines.append(
+                    f"{key}: {quantity!r} is no quantity; allowed: {quantities.PATH}, "
+                    f"{', '.join(quantities.PATTERNS)}"
+                )
+        lines += [
+            f"{key}: {name!r} is no claim of this study"
+            for name in answer.claims
+            if name not in claims
+        ]
+        lines += [
+            f"{key}: {name!r} is no checkpoint of this study"
+            for name in answer.checkpoints or []
+            if name not in study.checkpoints
+        ]
+        if answer.arm is not None and answer.arm not in study.arms:
+            lines.append(f"{key}: {answer.arm!r} is no arm of this study")
+    return lines
 
 
 def _claims(study: Study) -> list[str]:

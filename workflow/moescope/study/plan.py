@@ -271,6 +271,7 @@ class Plan:
                 name: {
                     **self._arm(name),
                     "checkpoints": sorted(c for c in study.checkpoints if name in study.arms_on(c)),
+                    **self._experts(name),
                 }
                 for name in study.arms
             },
@@ -278,6 +279,7 @@ class Plan:
             "rounds": _dump(study.rounds),
             "limits": _dump(study.limits),
             "claims": [_dump(claim) for claim in study.claims],
+            **({"answers": [_dump(answer) for answer in study.answers]} if study.answers else {}),
         }
         self._add("analyse", study.study.name, params, list(self._jobs))
 
@@ -304,7 +306,14 @@ class Plan:
 
     def _arm(self, name: str) -> dict[str, Any]:
         arm: Arm = self.study.arms[name]
-        return {"name": name, **_dump(arm, without=("checkpoints",))}
+        return {"name": name, **_dump(arm, without=("checkpoints", "experts"))}
+
+    def _experts(self, name: str) -> dict[str, Any]:
+        """What an arm says of its experts' kernels: judged afterwards, part of no measurement."""
+        arm = self.study.arms[name]
+        found = {c: arm.experts_on(c) for c in self.study.checkpoints}
+        found = {c: patterns for c, patterns in found.items() if patterns}
+        return {"experts": found} if found else {}
 
     def _code_of(self, stage: str, arms: list[str]) -> tuple[str, ...]:
         """The modules of a stage that runs these arms."""

@@ -137,14 +137,30 @@ class AmbientRuntime(Strict):
 Role = Literal["reference", "candidate", "null", "intervention"]
 
 
+Patterns = str | list[str]
+
+
 class Arm(Strict):
-    """A runtime with its environment variables and patches: the thing that is measured."""
+    """A runtime with its environment variables and patches: the thing that is measured.
+
+    experts: the kernels that its routed experts are to run (fnmatch, on names without their
+    templates' arguments), the same everywhere or by checkpoint; a trace that shows another voids
+    the arm.
+    """
 
     runtime: Name
     role: Role
     env: dict[Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z0-9_]*$")], str] = {}
     patches: list[Annotated[str, StringConstraints(pattern=r"^[a-z_]+(=[0-9a-z.]+)?$")]] = []
     checkpoints: list[Name] | None = None
+    experts: Patterns | dict[Name, Patterns] | None = None
+
+    def experts_on(self, checkpoint: str) -> list[str] | None:
+        """The declared kernels on a checkpoint, or None."""
+        declared = self.experts
+        if isinstance(declared, dict):
+            declared = declared.get(checkpoint)
+        return [declared] if isinstance(declared, str) else declared
 
     @field_validator("role", mode="before")
     @classmethod
@@ -206,8 +222,12 @@ class Limits(Strict):
 
 
 class Trace(Strict):
+    """sweep: on CUDA, the kernel of the reference's expert gather for each top_k up to two above
+    the model's own."""
+
     passes: Annotated[int, Field(ge=2)] = 3
     tokens: Annotated[int, Field(ge=4)] = 16
+    sweep: bool = True
 
 
 class Condition(Strict):
@@ -225,6 +245,24 @@ class Claim(Strict):
     all: Annotated[list[Condition], Field(min_length=1)]
     checkpoints: list[Name] | None = None
     arm: Name | None = None
+
+
+class Answer(Strict):
+    """A question put to the study, in its own words, and what in the record answers it: quantities
+    (as claims name them, and "path": the experts' kernels), claims, or why nothing does."""
+
+    asks: str
+    by: list[str] = []
+    claims: list[Name] = []
+    not_measured: str | None = None
+    checkpoints: list[Name] | None = None
+    arm: Name | None = None
+
+    @model_validator(mode="after")
+    def _answered(self) -> "Answer":
+        if not (self.by or self.claims or self.not_measured):
+            raise ValueError("must be answered by quantities or claims, or be not_measured")
+        return self
 
 
 class Study(Strict):
@@ -246,6 +284,7 @@ class Study(Strict):
     limits: Limits = Limits()
     trace: Trace = Trace()
     claims: list[Claim] = []
+    answers: list[Answer] = []
 
     def role(self, role: Role) -> list[str]:
         """Names of the arms with a role, in the study's order."""

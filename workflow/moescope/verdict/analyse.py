@@ -10,10 +10,11 @@ from typing import Any
 from ..errors import UserError
 from ..measure.failed import told
 from ..task import Task, ingredients
+from . import answers, attribution, claims, compact, missing, path, rule
 from . import arms as of_arms
-from . import attribution, claims, compact, missing, rule
 from .bound import bound
 from .ceiling import bandwidths, ceiling
+from .dispatch import dispatch
 from .kernels import kernels as of_kernels
 from .results import Found, Results
 from .statistics import Figure, figure
@@ -57,6 +58,7 @@ def analyse(results: Results, params: dict[str, Any]) -> dict[str, Any]:
         "comparability": missing.comparability(checkpoints),
     }
     analysis["claims"] = claims.judge(params["claims"], analysis)
+    analysis["answers"] = answers.answer(params.get("answers", []), analysis)
     analysis["not_measured"] = missing.not_measured(analysis, params)
     return analysis
 
@@ -104,6 +106,10 @@ class Checkpoint:
             "drift": of_arms.session_drift(self._valid(reference), self.runs.file),
             "arms": measured,
             "sweep": self._sweep(),
+            "dispatch": dispatch(
+                self.results.table("trace", f"{self.name}.{reference}", "sweep.csv"),
+                self._trace(reference),
+            ),
             "bandwidths": bandwidths(self.host, self._trace(reference)),
             "interrupted": (self.host.value if self.host else {}).get("interrupted"),
         }
@@ -122,8 +128,13 @@ class Checkpoint:
         if self.absent[arm]:
             return None
         parity = self.parity.value["arms"].get(arm) if self.parity else None
-        trace = self._trace(arm)
-        return of_arms.void(self._valid(arm), self.params["shape"], parity, trace and trace.value)
+        return of_arms.void(self._valid(arm), self.params["shape"], parity, self._proof(arm))
+
+    def _proof(self, arm: str) -> dict[str, Any]:
+        """Of the kernels that the arm's experts ran; the null arm's are the reference's."""
+        terms = self.results.json("trace", f"{self.name}.{arm}", "terms.json", "moescope/terms/1")
+        claimed = (self.arms[arm].get("experts") or {}).get(self.name)
+        return path.proof(claimed, terms and terms.value)
 
     def _null(self) -> of_arms.Pairs | None:
         """The null arm beside the reference; None if either is void."""
@@ -241,6 +252,8 @@ class Checkpoint:
                 limits,
                 self.results.table("trace", subject, "calls.csv"),
                 self.results.table("trace", subject, "timeline.csv"),
+                self.architecture,
+                self._proof(name),
             )
             if kernels and kernels.value
             else None,
@@ -248,12 +261,20 @@ class Checkpoint:
             if operations and operations.value
             else None,
             "trace_not_measured": list((trace.value if trace else {}).get("not_measured", []))
-            + self._not_compared(name),
+            + self._not_compared(name)
+            + self._unproved(name),
         }
 
     def _not_compared(self, name: str) -> list[str]:
         found = (self.parity.value["arms"] if self.parity else {}).get(name) or {}
         return [f"parity: {found['not_compared']}"] if "not_compared" in found else []
+
+    def _unproved(self, name: str) -> list[str]:
+        """What an arm claims of its experts' kernels, where no trace can tell."""
+        proof = self._proof(name)
+        if not proof["claimed"] or proof["proved"] is not None or self.absent[name]:
+            return []
+        return [f"the path that the arm claims, {' or '.join(proof['claimed'])}: {proof['why']}"]
 
     def _removes(self, name: str, measured: dict[str, Any]) -> dict[str, Any] | None:
         """For an intervention: the terms it takes away, by the base arm's other instruments."""
@@ -271,6 +292,7 @@ class Checkpoint:
             self.arms[name].get("patches", []),
             scopes if parts["scopes"] else None,
             measured[base]["kernels"] if parts["kernels"] else None,
+            self.results.json("trace", f"{self.name}.{base}", "terms.json", "moescope/terms/1"),
         )
 
     def _cold(self, name: str) -> dict[str, Figure] | None:

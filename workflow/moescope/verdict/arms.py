@@ -56,12 +56,15 @@ def rates(runs: list[Run], file: str) -> dict[str, Figure | None]:
 
 
 def void(
-    runs: list[Run], shape: dict[str, int], parity: dict[str, Any] | None, trace: Any
+    runs: list[Run],
+    shape: dict[str, int],
+    parity: dict[str, Any] | None,
+    path: dict[str, Any] | None,
 ) -> str | None:
     """Why an arm's speed must not be used, or None.
 
-    parity: the arm's entry of parity.json. trace: its trace.json, which may carry the proof of
-    the path its experts took: {"path": {"proved": bool, "why": text}}.
+    parity: the arm's entry of parity.json. path: the proof of the kernels that its experts ran, as
+    verdict.path gives it.
     """
     if any(run["finite"] is False for run in runs):
         return "NaN or Inf in the logits"
@@ -74,9 +77,8 @@ def void(
             return str(parity["void"])
         if parity.get("finite") is False:
             return "NaN or Inf in the logits of the parity pass"
-    path = (trace or {}).get("path") or {}
-    if path.get("proved") is False:
-        return f"the experts did not take the path that the arm claims: {path.get('why', '')}"
+    if path and path["proved"] is False:
+        return f"the experts did not take the path that the arm claims: {path['why']}"
     return None
 
 

@@ -75,11 +75,17 @@ REMOVES = {
 }
 
 
-def removed(patches: list[str], found: Found | None, traced: dict[str, Any] | None) -> Any:
+def removed(
+    patches: list[str],
+    found: Found | None,
+    traced: dict[str, Any] | None,
+    kernels: Found | None = None,
+) -> Any:
     """What the other instruments give the terms that an intervention takes away, or None.
 
-    found: scopes.json of the base arm. traced: kernels() of the base arm. Beside what the
-    removal saves, these shares are the three instruments' answers to one question.
+    found: scopes.json of the base arm. traced: kernels() of the base arm; kernels: its terms.json,
+    whose passes give the share of GPU time its range. Beside what the removal saves, these shares
+    are the three instruments' answers to one question.
     """
     terms = [term for patch in patches for term in REMOVES.get(patch, ())]
     if not terms or len(patches) != 1:
@@ -88,18 +94,28 @@ def removed(patches: list[str], found: Found | None, traced: dict[str, Any] | No
     if found is not None:
         for entry in quiet_passes(found):
             shares.append(sum(entry["terms_s"].get(term, 0.0) for term in terms) / entry["wall_s"])
-    parts = (
-        [traced["terms"][term]["share"] for term in terms if term in traced["terms"]]
-        if traced
-        else []
-    )
     return {
         "terms": terms,
         "scopes_share": figure(shares, "share", [found.file]) if found and shares else None,
-        "gpu_share": figure([sum(part["value"] for part in parts)], "share", parts[0]["files"])
-        if parts
-        else None,
+        "gpu_share": _gpu_share(terms, traced, kernels),
     }
+
+
+def _gpu_share(
+    terms: list[str], traced: dict[str, Any] | None, kernels: Found | None
+) -> Figure | None:
+    """The share of some terms together in each profiled pass; without passes, of the medians."""
+    parts = [traced["terms"][term] for term in terms if term in traced["terms"]] if traced else []
+    if not parts:
+        return None
+    passes = (kernels.value.get("terms") or {}) if kernels else {}
+    lists = [passes[term]["ms"] for term in terms if term in passes]
+    if lists:
+        wholes = [sum(values) for values in zip(*(t["ms"] for t in passes.values()), strict=True)]
+        sums = [sum(values) for values in zip(*lists, strict=True)]
+        shares = [part / whole for part, whole in zip(sums, wholes, strict=True)]
+        return figure(shares, "share", [kernels.file])
+    return figure([sum(p["share"]["value"] for p in parts)], "share", parts[0]["share"]["files"])
 
 
 def operations(table: Found, trace: Found | None) -> dict[str, Any]:

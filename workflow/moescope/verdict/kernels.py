@@ -3,11 +3,14 @@
 import re
 from typing import Any
 
+from . import bars, path
 from .quantities import TERMS
 from .results import Found
 from .statistics import Figure, adopt, figure
 
 UNCLASSIFIED = "unclassified"
+SYNCHRONISATION = "synchronisation"  # MLX's own; no term of the model's
+SYNCHRONISERS = ("event_signal_kernel", "event_wait_kernel")
 
 # terms.json's numbers that say how far the trace may be trusted, all of them shares.
 CHECKS = (
@@ -17,6 +20,11 @@ CHECKS = (
     "window_disagreement",
     "instruments_disagreement",
     "launches_disagreement",
+    "alone_disagreement",
+    "overlap_disagreement",
+    "all_profiler_cost",
+    "all_window_disagreement",
+    "all_instruments_disagreement",
 )
 # Those with a limit in the study; the median over the passes counts, since the host's speed varies
 # more between two passes than a profiler costs.
@@ -29,12 +37,16 @@ def kernels(
     limits: dict[str, float],
     calls: Found | None = None,
     timeline: Found | None = None,
+    architecture: Found | None = None,
+    proof: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The kernel trace of one arm.
+    """The kernel trace of one arm. Fields that older traces do not have are None.
 
     table: kernels.csv (kernel, term, launches_per_token, ms_per_token, ...). terms: terms.json,
     whose lists hold a value for each profiled pass; without it the table alone is used. calls:
-    calls.csv (call, thread, count, ms). timeline: timeline.csv, spans of one step. A profiler's
+    calls.csv (call, thread, count, ms). timeline: timeline.csv, spans of one step. architecture:
+    architecture.json, whose bytes per token are a kernel's where it alone reads a term's weights.
+    proof: of the arm's path (verdict.path). A profiler's
     cost or an unclassified share above the study's limits refuses the attribution; the counts
     stand.
     """
@@ -50,12 +62,16 @@ def kernels(
     if extra.get("dropped"):
         refused.append(f"the profiler dropped {extra['dropped']} records")
     rows = table.value
+    owners = readers(rows, architecture)
     launches = adopt(extra.get("launches"), "launches/token", files)
     return {
         "refused": "; ".join(refused) or None,
         "method": extra.get("method"),
         "terms": parts,
-        "largest": max(parts, key=lambda term: parts[term]["share"]["value"]),
+        "largest": max(
+            (term for term in parts if term != SYNCHRONISATION),
+            key=lambda term: parts[term]["share"]["value"],
+        ),
         "launches": launches
         or figure(
             [sum(float(row["launches_per_token"]) for row in rows)],
@@ -70,13 +86,15 @@ def kernels(
                 ("host_gap_ms", "host_gap_ms", "ms/token"),
                 ("wall_ms", "wall_ms", "ms/token"),
                 ("overlapping_ms", "overlapping_ms", "ms/token"),
+                ("model_busy_ms", "model_busy_ms", "ms/token"),
             )
         },
         "checks": checks,
+        "bars": bars.bars(extra, checks, limits, table, files),
         "window": {
             way: {
-                what: figure([entry[what]], f"{unit}/token", files)
-                for what, unit in (("ms", "ms"), ("launches", "launches"))
+                what: adopt(entry.get(what), f"{unit}/token", files)
+                for what, unit in (("ms", "ms"), ("launches", "launches"), ("all_ms", "ms"))
             }
             for way, entry in (extra.get("window") or {}).items()
         },
@@ -87,7 +105,10 @@ def kernels(
             }
             for what in ("ms", "idle_ms")
         },
-        "path": _path(extra.get("path") or {}, files, table),
+        "cpu": _cpu(extra.get("cpu_ms") or {}, files),
+        "graphs": _graphs(calls),
+        "path": _path(extra.get("path") or {}, files, table)
+        | {"claimed": (proof or {}).get("claimed"), "proved": (proof or {}).get("proved")},
         "calls": [
             {
                 "call": row["call"],
@@ -97,7 +118,9 @@ def kernels(
             }
             for row in (calls.value if calls else [])
         ],
-        "kernels": [_kernel(row, [table.file]) for row in rows],
+        "kernels": [
+            _kernel(row, [table.file], owners.get((row["kernel"], row["term"]))) for row in rows
+        ],
         # Text, since it is drawn and not read: one span is "start end term launches", in µs.
         "timeline": {
             "file": timeline.file,
@@ -113,7 +136,7 @@ def kernels(
 
 def _terms(extra: dict[str, Any], files: list[str]) -> dict[str, dict[str, Figure | None]]:
     """Each term over the passes: ms, launches, share of the kernels' time, lead over the others."""
-    names = [name for name in (*TERMS, UNCLASSIFIED) if name in extra["terms"]]
+    names = [name for name in (*TERMS, SYNCHRONISATION, UNCLASSIFIED) if name in extra["terms"]]
     ms = {name: extra["terms"][name]["ms"] for name in names}
     totals = [sum(values) for values in zip(*ms.values(), strict=True)]
     shares = {
@@ -125,7 +148,11 @@ def _terms(extra: dict[str, Any], files: list[str]) -> dict[str, dict[str, Figur
     found = {}
     for name in names:
         leads = [
-            share - max((shares[other][i] for other in names if other != name), default=0.0)
+            share
+            - max(
+                (shares[other][i] for other in names if other not in (name, SYNCHRONISATION)),
+                default=0.0,
+            )
             for i, share in enumerate(shares[name])
         ]
         found[name] = {
@@ -150,7 +177,7 @@ def _of_table(table: Found) -> dict[str, dict[str, Figure | None]]:
                 sum(float(row["launches_per_token"]) for row in table.value if row["term"] == name)
             ],
         }
-        for name in (*TERMS, UNCLASSIFIED)
+        for name in (*TERMS, SYNCHRONISATION, UNCLASSIFIED)
         if name in named
     }
     return _terms({"terms": terms}, [table.file])
@@ -192,7 +219,68 @@ def _path(found: dict[str, Any], files: list[str], table: Found) -> dict[str, An
     }
 
 
-def _kernel(row: dict[str, str], files: list[str]) -> dict[str, Any]:
+# Terms whose weights are read by products alone, so that one kernel of them may read all of it.
+READ_WHOLE = ("expert_gather", "shared_expert", "head")
+PRODUCTS = ("GatherQMM", "GatherMM", "QuantizedMatmul", "Matmul", "CustomKernel")
+
+
+def readers(
+    rows: list[dict[str, str]], architecture: Found | None
+) -> dict[tuple[str, str], Figure]:
+    """(kernel, term) -> bytes of the term's weights per token, where that kernel alone reads them:
+    with two kernels of products in a term it is not known which reads what."""
+    if architecture is None:
+        return {}
+    sizes = architecture.value["bytes"]["per_token"]
+    found = {}
+    for term in READ_WHOLE:
+        products = [
+            row["kernel"]
+            for row in rows
+            if row["term"] == term
+            and set(row.get("primitives", "").split()) & set(PRODUCTS)
+            and not row["kernel"].startswith(path.HELPERS)
+        ]
+        if len(products) == 1 and sizes.get(term):
+            found[products[0], term] = figure([sizes[term]], "bytes/token", [architecture.file])
+    return found
+
+
+def _cpu(found: dict[str, Any], files: list[str]) -> dict[str, Figure | None]:
+    """Processor time of the host, ms a token: of the plain passes and, in the watched one that
+    records least, of all threads and of the thread of the loop."""
+    watched = found.get("watched") or {}
+    return {
+        "plain": adopt(found.get("plain"), "ms/token", files),
+        "watched": adopt(watched.get("process"), "ms/token", files),
+        "loop": adopt(watched.get("loop"), "ms/token", files),
+    }
+
+
+# What CUDA calls these, in its runtime and in its driver.
+GRAPHS = {
+    "launches": ("cudaGraphLaunch", "cuGraphLaunch"),
+    "updates": ("cudaGraphExecUpdate", "cuGraphExecUpdate"),
+    "instantiations": ("cudaGraphInstantiate", "cuGraphInstantiate"),
+}
+
+
+def _graphs(calls: Found | None) -> dict[str, Figure]:
+    """CUDA graphs launched, updated and instantiated per token; empty without a list of calls."""
+    if calls is None or not calls.value:
+        return {}
+    found = {}
+    for what, names in GRAPHS.items():
+        # A runtime's call may make the driver's of the same name: the larger count is the number.
+        counts = [
+            sum(float(row["count"]) for row in calls.value if row["call"].startswith(name))
+            for name in names
+        ]
+        found[what] = figure([max(counts)], "calls/token", [calls.file])
+    return found
+
+
+def _kernel(row: dict[str, str], files: list[str], reads: Figure | None = None) -> dict[str, Any]:
     size = row.get("bytes_per_token")
     return {
         "kernel": row["kernel"],
@@ -200,6 +288,6 @@ def _kernel(row: dict[str, str], files: list[str]) -> dict[str, Any]:
         "primitives": row.get("primitives", ""),
         "launches": figure([float(row["launches_per_token"])], "launches/token", files),
         "ms": figure([float(row["ms_per_token"])], "ms/token", files),
-        "bytes": figure([float(size)], "bytes/token", files) if size else None,
+        "bytes": figure([float(size)], "bytes/token", files) if size else reads,
         "share": figure([float(row["share"])], "share", files),
     }

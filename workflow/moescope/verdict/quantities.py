@@ -43,7 +43,20 @@ PATTERNS = {
     "busy": "share of the token's wall time in which the GPU is busy",
     "launches": "kernels launched per token",
     "ceiling_share.<term>": "rate at which the term reads its bytes / bandwidth measured here",
+    "gpu_ms.<term>": "GPU time of the term per token",
+    "gpu_launches.<term>": "kernels that the term launches per token",
+    "decode_rate.<arm>": "tokens decoded per second",
+    "token_ms.<arm>": "time per decoded token",
+    "prefill_rate.<arm>": "prompt tokens read per second",
+    "cpu_ms.<arm>": "processor time of the host per decoded token, all threads of the process",
+    "graph_launches": "CUDA graphs launched per token",
+    "graph_updates": "CUDA graphs updated per token",
+    "graph_instantiations": "CUDA graphs instantiated per token",
+    "synchronisation_ms": "time per token in which the GPU runs MLX's synchronisation alone",
 }
+
+# What an answer may name beside these: the kernels of the experts, with launches and times.
+PATH = "path"
 
 
 class NotMeasuredError(Exception):
@@ -117,6 +130,30 @@ def _of_trace(key: str) -> Reader:
     return read
 
 
+def _of_graphs(key: str) -> Reader:
+    def read(subject: dict[str, Any], arm: str, _: str) -> "Figure":
+        found = _arm(subject, arm)["kernels"]
+        if found is None or found["graphs"].get(key) is None:
+            raise NotMeasuredError(f"the arm {arm} has no trace of CUDA's calls")
+        return found["graphs"][key]
+
+    return read
+
+
+def _of_arm(key: str) -> Reader:
+    def read(subject: dict[str, Any], _: str, name: str) -> "Figure":
+        found = _arm(subject, name).get(key)
+        if found is None:
+            raise NotMeasuredError(f"the runs of {name} do not carry it")
+        return found
+
+    return read
+
+
+def _synchronisation(subject: dict[str, Any], arm: str, _: str) -> "Figure":
+    return _terms(subject, arm, "kernels", "synchronisation")["ms"]
+
+
 def _against(key: str) -> Reader:
     def read(subject: dict[str, Any], _: str, name: str) -> "Figure":
         found = _arm(subject, name)["against"]
@@ -165,4 +202,14 @@ _READERS = {
     "busy": _of_trace("busy"),
     "launches": _of_trace("launches"),
     "ceiling_share": _ceiling,
+    "gpu_ms": _of_kernels("ms"),
+    "gpu_launches": _of_kernels("launches"),
+    "decode_rate": _of_arm("decode_rate"),
+    "token_ms": _of_arm("token_ms"),
+    "prefill_rate": _of_arm("prefill_rate"),
+    "cpu_ms": _of_arm("cpu_ms"),
+    "graph_launches": _of_graphs("launches"),
+    "graph_updates": _of_graphs("updates"),
+    "graph_instantiations": _of_graphs("instantiations"),
+    "synchronisation_ms": _synchronisation,
 }

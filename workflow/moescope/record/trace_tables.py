@@ -1,0 +1,154 @@
+"""The record's tables about kernels: how far a trace may be trusted, the sweep of dispatch, the
+host beside the GPU, and the answers to the study's questions."""
+
+from typing import Any
+
+from .numbers import ABSENT, show
+from .tables import Record, code, columns, traced
+from .writers import Table, plain
+
+
+def bars(record: Record) -> Table:
+    """Each bar of each kernel trace, met or not, and what explains a miss."""
+    rows = []
+    for checkpoint, arm, found in traced(record):
+        for bar in found["bars"]:
+            by = ", ".join(f"{plain(one['name'])} {show(one['figure'])}" for one in bar["by"])
+            why = f"{plain(bar['why'])} ({by})" if bar["why"] and by else plain(bar["why"] or "")
+            if not why:
+                why = ABSENT if bar["met"] else "no measurement here explains it"
+            rows.append(
+                [
+                    code(checkpoint),
+                    code(arm),
+                    plain(bar["bar"]),
+                    f"{bar['than'] * 100:g} %",
+                    show(bar["figure"]),
+                    "met" if bar["met"] else "**not met**",
+                    why,
+                ]
+            )
+    head = ["checkpoint", "arm", "bar", "at most", "measured", "", "explained by"]
+    table = columns(rows, head, 3)
+    table.numbers -= {5, 6}
+    return table
+
+
+def proofs(record: Record) -> list[str]:
+    """Arms that declare the kernels of their experts, and whether the trace shows them."""
+    lines = []
+    for checkpoint, arms in record["attribution"]["kernels"].items():
+        for arm, found in arms.items():
+            claimed = found["path"]["claimed"]
+            if not claimed:
+                continue
+            void = record["results"][checkpoint]["arms"][arm]["void"]
+            says = {True: "proved", False: f"**not taken**: {plain(void or '')}"}
+            state = says.get(found["path"]["proved"], "not proved, see below")
+            patterns = " or ".join(code(pattern) for pattern in claimed)
+            lines.append(f"{code(arm)} on {code(checkpoint)} is to run {patterns}: {state}.")
+    return lines
+
+
+def dispatch(record: Record) -> Table:
+    """The kernels of the expert gather for each number of experts."""
+    rows = []
+    for checkpoint, found in record["dispatch"].items():
+        for k, point in (found or {"points": {}})["points"].items():
+            mark = " (the model's)" if k == found["own"] else ""
+            for row in point["kernels"]:
+                rows.append(
+                    [
+                        code(checkpoint),
+                        f"{plain(k)}{mark}",
+                        code(row["kernel"]),
+                        show(row["launches"]),
+                        show(row["per_layer"]),
+                        show(row["ms"]),
+                        show(point["gather_ms"]),
+                    ]
+                )
+            if point["why"]:
+                rows.append([code(checkpoint), plain(k), plain(point["why"]), *[ABSENT] * 4])
+    head = ["checkpoint", "top_k", "kernel of the products", "launches/token", "per MoE layer"]
+    return columns(rows, [*head, "their ms/token", "expert gather ms/token"], 3)
+
+
+def cliffs(record: Record) -> list[str]:
+    """Between which numbers of experts the kernel changes."""
+    lines = []
+    for checkpoint, found in record["dispatch"].items():
+        if not found:
+            continue
+        known = [k for k, point in found["points"].items() if point["kernels"]]
+        if not found["changes"] and known:
+            lines.append(
+                f"{code(checkpoint)}: the same kernel from top_k {plain(known[0])} to "
+                f"{plain(known[-1])}."
+            )
+        for change in found["changes"]:
+            one, two = (
+                " and ".join(code(name) for name in change[side]) for side in ("before", "after")
+            )
+            lines.append(
+                f"{code(checkpoint)}: between top_k {plain(change['from'])} and "
+                f"{plain(change['to'])} the kernel changes from {one} to {two}."
+            )
+    return lines
+
+
+def host_costs(record: Record) -> Table:
+    """The host's processor time and CUDA graphs per token, beside the wall."""
+    rows = []
+    for checkpoint, arm, found in traced(record):
+        entry = record["results"][checkpoint]["arms"][arm]
+        cpu, graphs = found["cpu"], found["graphs"]
+        rows.append(
+            [
+                code(checkpoint),
+                code(arm),
+                show(found["wall_ms"]),
+                show(cpu["plain"] or entry.get("cpu_ms")),
+                show(cpu["watched"]),
+                show(cpu["loop"]),
+                show(found["launches"]),
+                *(show(graphs.get(what)) for what in ("launches", "updates", "instantiations")),
+            ]
+        )
+    head = ["checkpoint", "arm", "wall ms/token", "processor ms/token, all threads"]
+    head += ["the same, traced", "of the loop's thread", "kernels/token", "graph launches/token"]
+    head += ["graph updates/token", "graph instantiations/token"]
+    kept = [i for i in range(len(head)) if i < 3 or any(row[i] != ABSENT for row in rows)]
+    return columns([[row[i] for i in kept] for row in rows], [head[i] for i in kept], 2)
+
+
+def answers(record: Record) -> Table:
+    """The questions in their order, and what of this record answers each."""
+    rows = [
+        [str(number), plain(found["asks"]), "; ".join(_answer(found)) or ABSENT]
+        for number, found in enumerate(record["answers"], 1)
+    ]
+    return Table(["", "asked", "answered by"], rows)
+
+
+def _answer(found: dict[str, Any]) -> list[str]:
+    parts = [f"{plain(claim['says'])} **{claim['verdict']}**" for claim in found["claims"]]
+    for entry in found["by"]:
+        known = {name: at for name, at in entry["checkpoints"].items() if at["figure"]}
+        values = [f"{code(name)} {show(at['figure'])}" for name, at in known.items()]
+        if not known:
+            why = dict.fromkeys(plain(at["why"]) for at in entry["checkpoints"].values())
+            values = [f"not measured: {', '.join(why)}"]
+        parts.append(f"{code(entry['quantity'])}: {', '.join(values)}")
+    for name, path in found["paths"].items():
+        kernels = [
+            f"{code(row['kernel'])} {show(row['launches'])} launches/token, {show(row['ms'])} ms"
+            for row in path["kernels"]
+        ]
+        if kernels:
+            parts.append(f"{code(name)} runs {', '.join(kernels)}")
+    if found["paths"] and not any(path["kernels"] for path in found["paths"].values()):
+        parts.append("kernels: no kernel trace that names them")
+    if found["not_measured"]:
+        parts.append(f"not measured: {plain(found['not_measured'])}")
+    return parts

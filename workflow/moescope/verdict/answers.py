@@ -1,0 +1,54 @@
+"""The questions that were put to the study, each with the figures and claims that answer it."""
+
+from typing import Any
+
+from .claims import meaning
+from .quantities import PATH, NotMeasuredError, evaluate
+
+
+def answer(questions: list[dict[str, Any]], analysis: dict[str, Any]) -> list[dict[str, Any]]:
+    """The study's ``answers`` in their order.
+
+    Each: {"asks", "arm", "by": [{"quantity", "means", "checkpoints": {name: {"figure", "why"}}}],
+    "paths": {name: {"kernels", "why"}}, "claims": [{"name", "says", "verdict"}], "not_measured"}.
+    Without ``checkpoints`` a question is about every checkpoint that the quantity is known of.
+    """
+    return [_answer(entry, analysis) for entry in questions]
+
+
+def _answer(entry: dict[str, Any], analysis: dict[str, Any]) -> dict[str, Any]:
+    arm = entry.get("arm") or analysis["reference"]
+    names = entry.get("checkpoints") or list(analysis["checkpoints"])
+    quantities = [name for name in entry.get("by", []) if name != PATH]
+    verdicts = {claim["name"]: claim for claim in analysis["claims"]}
+    return {
+        "asks": entry["asks"],
+        "arm": arm,
+        "by": [_figures(quantity, names, analysis, arm) for quantity in quantities],
+        "paths": {name: _path(name, analysis, arm) for name in names}
+        if PATH in entry.get("by", [])
+        else {},
+        "claims": [
+            {key: verdicts[name][key] for key in ("name", "says", "verdict")}
+            for name in entry.get("claims", [])
+        ],
+        "not_measured": entry.get("not_measured"),
+    }
+
+
+def _figures(quantity: str, names: list[str], analysis: dict[str, Any], arm: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            found[name] = {"figure": evaluate(analysis, name, quantity, arm), "why": None}
+        except NotMeasuredError as error:
+            found[name] = {"figure": None, "why": str(error)}
+    return {"quantity": quantity, "means": meaning(quantity), "checkpoints": found}
+
+
+def _path(name: str, analysis: dict[str, Any], arm: str) -> dict[str, Any]:
+    entry = analysis["checkpoints"][name]["arms"].get(arm) or {}
+    traced = entry.get("kernels")
+    if not traced or not traced["path"]["experts"]:
+        return {"kernels": [], "why": "no kernel trace that names them"}
+    return {"kernels": traced["path"]["experts"], "why": entry["void"]}
