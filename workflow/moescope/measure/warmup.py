@@ -19,7 +19,8 @@ LOCK_LIMIT_S = 3600.0
 def run(task: Task) -> None:
     """Writes warmup.json (moescope/warmup/1): load and two passes, in a process of their own.
 
-    first_use_s is what the first pass took longer than the second: compilation, first touches. A
+    first_use_s is what the first pass took longer than the second: compilation, first touches. What
+    MLX had compiled and kept before is in cache_before, what it kept after in cache. A
     runtime that does not know the model is no error: then "unsupported" says so instead. Neither is
     an arm that dies or fails: then "failed" has its kind and why; the measure stage tries it again.
     """
@@ -31,6 +32,7 @@ def run(task: Task) -> None:
         write_json(task.out / "warmup.json", {"schema": SCHEMA, **skipped.facts, "cache": None})
         return
     caches = cache_folders(bench.variables(arm))
+    before = cached(caches)
     what = f"warmup {task.subject}"
     with guards.locked(what, params["machine"]["backend"], LOCK_LIMIT_S, task.say):
         try:
@@ -42,7 +44,8 @@ def run(task: Task) -> None:
             else:
                 found = {"failed": failure(refused)}
                 task.say(f"{arm['name']}: {told(found['failed'])}")
-    write_json(task.out / "warmup.json", {"schema": SCHEMA, **found, "cache": cached(caches)})
+    kept = {"cache_before": before, "cache": cached(caches)}
+    write_json(task.out / "warmup.json", {"schema": SCHEMA, **found, **kept})
 
 
 def _first_process(
