@@ -68,6 +68,18 @@ def test_what_does_not_fit_is_refused(tmp_path):
         metal.read(contents(tmp_path / "toc.xml"), path, host)
 
 
+def test_an_attached_process_is_found_wherever_the_contents_name_it(tmp_path):
+    toc = tmp_path / "toc.xml"
+    attached = f'<process type="attached" name="python" pid="{PID}"/>'
+    toc.write_text(f"<trace-toc><run><processes>{attached}</processes></run></trace-toc>")
+    assert metal.recorded(toc) == (PID, "python")
+    toc.write_text(
+        f"<trace-toc><run><processes><process pid='{PID}'/></processes></run></trace-toc>"
+    )
+    with pytest.raises(UserError, match="of no one process; record with --launch or --attach"):
+        metal.recorded(toc)
+
+
 def test_the_commands_name_template_table_and_variables(tmp_path):
     argv = metal.record_command(tmp_path / "x.trace", ["bench", "-n", "8"], {"A": "1"}, 30)
     assert argv[:4] == ["xcrun", "xctrace", "record", "--template"]
