@@ -420,3 +420,28 @@ def test_the_cost_of_recording_is_told_by_kernels_that_both_passes_ran():
     assert kernels.recording_cost([more], [events]) == [pytest.approx(0)]
     with pytest.raises(ValueError, match="no kernel in common"):
         kernels.recording_cost([events], [replace(events, kernels=[])])
+
+
+def test_a_process_that_never_gets_ready_leaves_the_other_instruments(context, monkeypatch):
+    def wait_ready(self):
+        if self.settings:
+            raise WorkerDied("crash", "start: the worker ended with 1: no cupti-python")
+
+    monkeypatch.setattr(Arm, "wait_ready", wait_ready)
+    here = context()
+    found = measure(here)
+    assert found["not_measured"] == ["kernels: start: the worker ended with 1: no cupti-python"]
+    assert found["instruments"] == ["scopes", "graph"]
+    assert all(arm.asked[-1] == "close" for arm in here.made)
+
+
+def test_records_that_cannot_be_worked_out_are_kept(context, monkeypatch):
+    def fail(*_):
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(cuda, "write", fail)
+    here = context()
+    with pytest.raises(ValueError, match="no such kernel"):
+        measure(here)
+    kept = here.task.work / "tmp" / f"events-{here.task.key}"
+    assert len(list(kept.glob("*.json.gz"))) == 14

@@ -30,7 +30,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
@@ -95,7 +94,7 @@ class Instrument:
         self.folder.mkdir(parents=True, exist_ok=True)
         # Records are read while the next pass runs: the process that measures is another one.
         self.reader = ThreadPoolExecutor(1)
-        self.number = 0
+        self.number, self.keep = 0, False
         self.timed: list[float] = []
         self.time: list[Future[Events]] = []
         self.quiet: list[Future[Events]] = []
@@ -129,12 +128,18 @@ class Instrument:
             reply["cpu_s"] / reply["forwards"] * 1e3 for reply in plain if "cpu_s" in reply
         ]
         passes.moe_layers = len(loaded["moe_layers"])
-        return write(self.context, passes)
+        try:
+            return write(self.context, passes)
+        except Exception:
+            self.keep = True
+            self.context.task.say(f"the records stay in {self.folder}")
+            raise
 
     def close(self) -> None:
-        """Leave no records behind."""
+        """Leave no records behind, unless they could not be worked out."""
         self.reader.shutdown(cancel_futures=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if not self.keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _rest(self, team: Team) -> Passes:
         bandwidth = team.workers[PLAIN].ask("bandwidth", LIMIT_S)
@@ -266,17 +271,12 @@ class Instrument:
         self, worker: Worker, tokens: int, **how: Any
     ) -> tuple[dict[str, Any], Future[Events]]:
         self.number += 1
-        path = self.folder / f"events-{self.number}.json.gz"
+        kind = "-".join(sorted(str(key) for key in how if key != "steps")) or "time"
+        path = self.folder / f"{self.number:02}-{kind}-{tokens}.json.gz"
         reply = worker.ask(
             "kernels", LIMIT_S, save=str(path.resolve()), **self._given(tokens), **how
         )
-        return reply, self.reader.submit(_read, path)
-
-
-def _read(path: Path) -> Events:
-    events = read_events(path)
-    path.unlink()
-    return events
+        return reply, self.reader.submit(read_events, path)
 
 
 def _fits(context: "Context", times: int) -> bool:

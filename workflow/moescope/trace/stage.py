@@ -11,6 +11,7 @@ import importlib.util
 import io
 import json
 import statistics
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -132,6 +133,13 @@ class Unsupported(Exception):
     """The runtime does not know the model."""
 
 
+class Unready(WorkerError):
+    """Processes of an instrument that ended before they were ready: its library is missing."""
+
+    def __init__(self, *errors: WorkerError):
+        super().__init__("unsupported", "; ".join(dict.fromkeys(e.message for e in errors)))
+
+
 class ArmFailed(WorkerError):
     """The arm itself failed. An instrument that does is an error, unless the process dies of it."""
 
@@ -209,6 +217,7 @@ class Found:
 def _together(context: Context, kind: Any, found: Found) -> None:
     """The scopes, each pass beside a plain one of the same process, the decode graph, and what a
     backend's instrument does in between."""
+    begun = time.monotonic()
     instrument, stack = kind(context) if kind else None, ExitStack()
     if instrument:
         stack.callback(instrument.close)
@@ -218,6 +227,10 @@ def _together(context: Context, kind: Any, found: Found) -> None:
     with stack, Team(context, settings) as team:
         loaded = _load(team, found)
         chores = {PLAIN: lambda worker: _first(context, worker, given, plain, found)}
+        if team.failed:
+            _not_measured("kernels", Unready(*team.failed.values()), found)
+            instrument = None
+            team.close(*(name for name in team.workers if name != PLAIN))
         chores |= instrument.chores() if instrument else {}
         told = team.each({name: chores[name] for name in team.workers})
         if any(_is(error, "out_of_memory") for error in told.values()) and len(told) > 1:
@@ -232,6 +245,7 @@ def _together(context: Context, kind: Any, found: Found) -> None:
                 _not_measured("kernels", error, found)
                 team.close(name)
                 instrument = None
+        context.task.say(f"{', '.join(team.workers)}: ready after {time.monotonic() - begun:.0f} s")
         context.guard.settle()
         for number in range(context.task.params["trace"]["passes"]):
             _one_pass(context, team.workers[PLAIN], number, given, plain, found)
@@ -239,6 +253,7 @@ def _together(context: Context, kind: Any, found: Found) -> None:
                 instrument.turn(team)
         if instrument:
             found.add(instrument.finish(team, found.plain, loaded))
+            context.task.say(f"kernels traced after {time.monotonic() - begun:.0f} s")
 
 
 def _load(team: Team, found: Found) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ..measure import bench as benches
-from ..runtimes.client import Worker, WorkerError
+from ..runtimes.client import Worker, WorkerDied, WorkerError
 
 if TYPE_CHECKING:
     from .stage import Context
@@ -31,6 +31,7 @@ class Team:
         self.context = context
         self.settings = {PLAIN: {}} | {name: dict(more) for name, more in settings.items()}
         self.workers: dict[str, Worker] = {}
+        self.failed: dict[str, WorkerError] = {}  # processes beside "plain" that did not get ready
 
     def __enter__(self) -> Self:
         self._start(list(self.settings))
@@ -49,9 +50,16 @@ class Team:
             for name in names:
                 self.workers[name] = worker = self.context.worker(**self.settings[name])
                 worker.start()
-            for worker in self.workers.values():
-                worker.wait_ready()
-                self.context.guard.own(worker.pid)
+            for name, worker in list(self.workers.items()):
+                try:
+                    worker.wait_ready()
+                except WorkerDied as died:
+                    if name == PLAIN:
+                        raise
+                    self.failed[name] = died
+                    self.close(name)
+                else:
+                    self.context.guard.own(worker.pid)
         except BaseException:
             self.close(*self.workers)
             raise
