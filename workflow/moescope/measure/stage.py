@@ -1,7 +1,7 @@
 """The measure stage: all arms of a checkpoint in interleaved rounds on a quiet host."""
 
 from ..files import write_json, write_jsonl
-from ..task import Task
+from ..task import Task, ingredients
 from . import bench as benches
 from . import guard as guards
 from . import host
@@ -54,8 +54,17 @@ def _runtimes(task: Task) -> list[str]:
 
 
 def _apart(task: Task) -> int:
-    """The processes that hold the weights at the same time for the sake of slices; 1 without."""
-    return len(task.params["arms"]) if task.params["rounds"].get("slices", 1) > 1 else 1
+    """The processes that hold the weights at the same time for the sake of slices; 1 without.
+
+    Each arm's, and one for all commands, which run one after the other.
+    """
+    if task.params["rounds"].get("slices", 1) == 1:
+        return 1
+    commands = [
+        ingredients(task.upstream[f"build/{name}"])["params"]["runtime"]["kind"] == "command"
+        for name in _runtimes(task)
+    ]
+    return commands.count(False) + any(commands)
 
 
 def _skip(task: Task, skipped: benches.NotAdmitted, backend: str) -> None:
