@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from moescope.task import ingredients
 from moescope.verdict import rule
+from moescope.verdict.arms import Pairs
+from moescope.verdict.detection import detection
 from moescope.verdict.results import read_runs
 from moescope.verdict.statistics import (
     DIGITS,
@@ -240,3 +242,28 @@ def test_the_median_of_whole_numbers_stays_in_their_range():
     assert found["min"] <= found["value"] <= found["max"]
     found = figure([11523743792, 11523743790], "bytes", ["f"])
     assert found["min"] <= found["value"] <= found["max"]
+
+
+def pairs(ratios):
+    runs = [
+        [{"id": f"r{i}-{who}", "round": i, "forwards": rate, "decode_s": 1.0}
+         for i, rate in enumerate(rates)]
+        for who, rates in (("null", ratios), ("ref", [1.0] * len(ratios)))
+    ]  # fmt: skip
+    return Pairs(*runs, "runs.jsonl")
+
+
+def test_a_quiet_host_finds_three_per_cent_and_nothing_else():
+    found = detection(pairs([1.001, 0.999, 1.002, 0.998, 1.0005]))
+    assert found["no_effect"]["value"] >= 38 and found["detected"]["value"] == 40
+    assert found["drawn_from"]["value"] == 5 and len(found["detected"]["runs"]) == 10
+    assert found == detection(pairs([1.001, 0.999, 1.002, 0.998, 1.0005]))
+
+
+def test_a_loud_host_finds_no_three_per_cent_and_invents_nothing():
+    found = detection(pairs([0.8, 1.25, 1.1, 0.9, 1.0]))
+    assert found["no_effect"]["value"] >= 38 and found["detected"]["value"] <= 4
+
+
+def test_two_paired_rounds_tell_nothing_about_detection():
+    assert detection(pairs([1.0, 1.01])) is None and detection(None) is None

@@ -259,6 +259,7 @@ def _result(entry: dict[str, Any]) -> dict[str, Any]:
     return {
         "runs": entry["runs"],
         "noise": entry["noise"],
+        "detection": entry["detection"],
         "drift": entry["drift"],
         "arms": {
             name: {key: arm[key] for key in ARM if key in arm}

@@ -206,7 +206,15 @@ def notes(record: Record, checkpoint: str) -> list[str]:
             f"{show(noise['decode_floor'])} from 1 (prefill {show(noise['prefill_floor'])}). A "
             f"slowdown below about {show(noise['decode_resolution'])} cannot be told from it."
         )
-    elif not noise:
+    if found := result["detection"]:
+        lines.append(
+            f"What the rule finds at this noise, in {plain(found['of'])} experiments of "
+            f"{plain(found['rounds'])} rounds, drawn from the reference and null arm of "
+            f"{show(found['drawn_from'])} rounds (each run's noise on its own): «no effect» in "
+            f"{show(found['no_effect'])} where nothing differs; a slowdown of "
+            f"{plain(found['slowdown'])} found in {show(found['detected'])}."
+        )
+    if not noise:
         lines.append("Noise: the null arm has no paired round here, so no difference is decided.")
     drift = result["drift"]
     if drift and drift["flag"]:

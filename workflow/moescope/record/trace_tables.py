@@ -13,7 +13,7 @@ def bars(record: Record) -> Table:
     rows = []
     for checkpoint, arm, found in traced(record):
         for bar in found["bars"]:
-            by = ", ".join(f"{plain(one['name'])} {show(one['figure'])}" for one in bar["by"])
+            by = ", ".join(f"{plain(one['name'])} {_shown(one['figure'])}" for one in bar["by"])
             why = f"{plain(bar['why'])} ({by})" if bar["why"] and by else plain(bar["why"] or "")
             if not why:
                 why = ABSENT if bar["met"] else "no measurement here explains it"
@@ -32,6 +32,10 @@ def bars(record: Record) -> Table:
     table = columns(rows, head, 3)
     table.numbers -= {5, 6}
     return table
+
+
+def _shown(figure: dict[str, Any]) -> str:
+    return show(figure) + (" ms/token" if figure["unit"] == "ms/token" else "")
 
 
 def proofs(record: Record) -> list[str]:

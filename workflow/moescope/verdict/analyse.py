@@ -14,6 +14,7 @@ from . import answers, attribution, claims, compact, missing, path, rule
 from . import arms as of_arms
 from .bound import bound
 from .ceiling import bandwidths, ceiling
+from .detection import detection
 from .dispatch import dispatch
 from .kernels import kernels as of_kernels
 from .results import Found, Results
@@ -103,6 +104,7 @@ class Checkpoint:
                 if not run["valid"]
             ],
             "noise": of_arms.noise(null) if null and null.pairs else None,
+            "detection": detection(null),
             "drift": of_arms.session_drift(self._valid(reference), self.runs.file),
             "arms": measured,
             "sweep": self._sweep(),
