@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ..measure import bench as benches
-from ..runtimes.client import Worker, WorkerDied, WorkerError
+from ..runtimes.client import Worker, WorkerDied, WorkerError, close_all
 
 if TYPE_CHECKING:
     from .stage import Context
@@ -101,8 +101,5 @@ class Team:
             return dict(zip(chores, pool.map(run, chores), strict=True))
 
     def close(self, *names: str) -> None:
-        """End some processes, at the same time: one with gigabytes on the GPU takes a while."""
-        ending = [self.workers.pop(name) for name in names]
-        if ending:
-            with ThreadPoolExecutor(len(ending)) as pool:
-                list(pool.map(lambda worker: worker.close(), ending))
+        """End some processes, at the same time."""
+        close_all([self.workers.pop(name) for name in names])

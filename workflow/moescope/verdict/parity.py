@@ -18,7 +18,7 @@ from ..measure import bench as benches
 from ..measure import guard as guards
 from ..measure.failed import told
 from ..measure.failing import failure
-from ..runtimes.client import Worker, WorkerError
+from ..runtimes.client import Worker, WorkerError, close_all
 from ..task import Task, ingredients
 from .judge import Judge, Seen, sound
 
@@ -88,9 +88,11 @@ def _decode(
 
     workers: dict[str, Worker] = {}
     with ExitStack() as stack:
+        started: list[Worker] = []
+        stack.callback(lambda: close_all(started))
         for name, arm in arms.items():
             workers[name] = worker = bench.worker(arm)
-            stack.callback(worker.close)
+            started.append(worker)
             with leaving(name):
                 worker.start()
         for name, worker in list(workers.items()):
