@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -83,3 +84,42 @@ def test_a_worker_without_cupti_says_how_to_start_it(root, model, tmp_path):
         with pytest.raises(WorkerError, match="MOESCOPE_BEFORE_MLX=cupti") as error:
             kernels(worker, tmp_path / "e.json.gz")
     assert error.value.kind == "unsupported"
+
+
+def test_only_the_steps_asked_for_are_exported(worker, tmp_path):
+    _, found = kernels(worker, tmp_path / "e.json.gz", order=True, steps=[2, 3])
+    assert set(found["steps"]) == {"2", "3"}
+    whole = kernels(worker, tmp_path / "f.json.gz", order=True)[1]
+    assert [found["sequences"][found["steps"][n]] for n in "23"] == [
+        whole["sequences"][whole["steps"][n]] for n in "23"
+    ]
+    taken = [step for name, step, _ in found["marks"] if name == "taken"]
+    assert taken == list(range(TOKENS + 1)), "all steps are marked"
+
+
+def test_a_forced_pass_begins_with_step_two_and_marks_the_steps(worker, tmp_path):
+    _, found = kernels(worker, tmp_path / "e.json.gz", forced=True)
+    taken = {step: time for name, step, time in found["marks"] if name == "taken"}
+    assert sorted(taken) == list(range(TOKENS + 2))
+    times = [time for _, time in found["boundaries"]]
+    assert taken[1] < times[0] < taken[2] and taken[TOKENS + 1] < times[-1]
+    assert times == sorted(times)
+    # Step 2's own model call lies before its mark: as many boundaries as in any other step.
+    inside = [sum(taken[n - 1] < time <= taken[n] for time in times) for n in range(2, TOKENS + 2)]
+    assert inside[0] - 1 == inside[1] == inside[2]  # the first has the beginning too
+    assert found["forced_tokens"] == TOKENS
+
+
+def test_processor_time_is_taken_at_each_token(worker, tmp_path):
+    _, found = kernels(worker, tmp_path / "e.json.gz", calls="none")
+    assert [step for step, *_ in found["cpu"]] == list(range(TOKENS))
+    for before, after in pairwise(found["cpu"]):
+        assert after[1] - before[1] >= after[2] - before[2] > 0
+
+
+def test_loading_tells_how_many_experts_a_token_may_have(worker, model):
+    reply = worker.ask("load", 60, package="mlx-lm", path=str(model))
+    config = tiny.config("qwen3_moe")
+    assert reply["routing"] == {
+        "top_k": config["num_experts_per_tok"], "most": config["num_experts"]
+    }  # fmt: skip
