@@ -7,16 +7,21 @@ Run as a script it prints the ratio of the two rates, forwards over the seconds 
 The checkpoint is the embedded study's qwen3_moe. Both sides decode the same number of tokens after
 prompts of the same length; the tool draws its own prompt.
 
-In a round the worker decodes before and after the tool's process, each time half as many passes as
-that process has trials, so that a speed that drifts evenly cancels. A pair is made twice: of all
-passes, and of each side's fastest one, since other programs only ever slow a pass down. On a quiet
-host the two agree; where they do not, the host was not quiet and the fastest speak.
+The two alternate pass by pass: the tool sleeps between its trials (``--delay``), and meanwhile the
+worker decodes once, so that each trial stands between two passes of the worker, some seconds apart.
+The ratio of a pair is the trial's to the mean of the two; a speed that drifts evenly cancels.
 """
 
 import argparse
+import itertools
+import math
 import os
 import statistics
+import subprocess
 import tempfile
+import threading
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,11 +31,12 @@ import yaml
 import tiny
 from moescope.checkpoints import synthetic
 from moescope.files import sha256_text
-from moescope.runtimes import binary, command, environments, spec
+from moescope.runtimes import binary, command, environments, output, spec
 from moescope.runtimes.client import Worker
 from moescope.runtimes.environments import Interpreter
 
 PROMPT, GENERATE = 32, 65
+LIMIT_S = 300.0
 LOCK = "mlx-lm-0.32.2"
 
 
@@ -63,55 +69,85 @@ def checkpoint(folder: Path, name: str = "qwen3-moe") -> Path:
     return folder
 
 
-def benchmark_tool(trials: int = 1) -> binary.Tool:
-    """mlx_lm.benchmark of the arm's interpreter, by its preset, with so many trials a process."""
+def benchmark_tool() -> binary.Tool:
+    """mlx_lm.benchmark of the arm's interpreter, by its preset."""
     found = interpreter()
     runtime = {"kind": "ambient", "package": "mlx-lm"}
     manifest = environments.describe(runtime, found) | {"preset": "mlx_lm.benchmark"}
     invoke = spec.preset("mlx_lm.benchmark").invoke.model_dump(mode="json")
-    invoke["runs_per_process"] = trials
     words = {"python": str(found.python)}
     manifest |= binary.check_flags(invoke, words, found.env, "runtimes.benchmark")
     return binary.Tool(words, found.env, manifest, invoke)
 
 
 def pairs(
-    model: Path, rounds: int, generate: int = GENERATE, trials: int = 2
+    model: Path, rounds: int, generate: int = GENERATE, trials: int = 1
 ) -> list[dict[str, Any]]:
-    """One row a round; rates in forwards per second, ratios tool / worker.
+    """One row a trial; ``rounds`` processes of the tool with ``trials`` each.
 
-    "worker", "tool": over all passes; "ratio": of those. "fastest": the same of each side's fastest
-    pass. "worker_own", "tool_own": by the tool's convention, over all passes.
+    Rates are forwards per second: "tool" of the trial, "worker" of the passes around it; "ratio":
+    tool / worker. "worker_own", "tool_own": by the tool's own convention.
     """
-    found = []
     prompt = [(7 * i + 3) % 2000 for i in range(PROMPT)]
-    asked = {"prompt": prompt, "tokens": generate, "patches": []}
+    found = []
     with (
         new_worker() as worker,
-        command.CommandWorker(benchmark_tool(trials)) as tool,
+        command.CommandWorker(benchmark_tool()) as tool,
     ):
-        worker.ask("load", 120, package="mlx-lm", path=str(model))
-        tool.ask("load", 120, package=None, path=str(model))
-        # Discarded; the tool has a warm-up pass of its own in each process.
-        worker.ask("decode", 300, **asked)
-        before = -(-trials // 2)
+
+        def decode() -> dict[str, Any]:
+            return worker.ask("decode", LIMIT_S, prompt=prompt, tokens=generate, patches=[])
+
+        worker.ask("load", LIMIT_S, package="mlx-lm", path=str(model))
+        tool.ask("load", LIMIT_S, package=None, path=str(model))
+        decode()  # discarded; the tool has a warm-up pass of its own in each process
+        begin = time.monotonic()
+        decode()
+        delay = math.ceil(0.5 + 1.5 * (time.monotonic() - begin))  # the tool takes whole seconds
         for _ in range(rounds):
-            ours = [worker.ask("decode", 300, **asked) for _ in range(before)]
-            theirs = tool.ask("decode", 300, **asked)
-            ours += [worker.ask("decode", 300, **asked) for _ in range(max(trials - before, 1))]
-            forwards = generate - 1
-            assert {run["forwards"] for run in (*ours, theirs)} == {forwards}
-            seconds = {
-                "worker": [run["decode_s"] for run in ours],
-                "tool": [run["decode_s"] for run in theirs.get("passes", [theirs])],
-            }
-            row = {name: forwards / statistics.fmean(each) for name, each in seconds.items()}
-            row["ratio"] = row["tool"] / row["worker"]
-            row["fastest"] = min(seconds["worker"]) / min(seconds["tool"])
-            row["worker_own"] = statistics.harmonic_mean(run["tool_rate"] for run in ours)
-            row["tool_own"] = theirs["tool_rate"]
-            found.append(row)
+            argv, env = tool.command(prompt, generate, batch=trials)
+            text, ours = _between([*argv, "--delay", str(delay)], env, decode, delay)
+            for trial, around in zip(
+                output.runs(text, tool.tool.invoke), itertools.pairwise(ours), strict=True
+            ):
+                if None in around:
+                    continue  # it met the trial itself
+                assert {run["forwards"] for run in (trial, *around)} == {generate - 1}
+                row = {
+                    "tool": trial["forwards"] / trial["decode_s"],
+                    "worker": (generate - 1) / statistics.fmean(run["decode_s"] for run in around),
+                    "tool_own": trial["tool_rate"],
+                    "worker_own": statistics.harmonic_mean(run["tool_rate"] for run in around),
+                }
+                found.append(row | {"ratio": row["tool"] / row["worker"]})
     return found
+
+
+def _between(
+    argv: list[str], env: dict[str, str], decode: Callable[[], Any], delay: int
+) -> tuple[str, list[Any]]:
+    """What the tool prints, and what ``decode`` gave before, between and after its trials; None
+    where it took longer than the tool slept."""
+    found: list[Any] = []
+    lines: list[str] = []
+    with subprocess.Popen(
+        argv, env={**env, "PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    ) as process:  # fmt: skip
+        # Nothing that the tool does can last: it is killed, and the output ends.
+        watchdog = threading.Timer(LIMIT_S, process.kill)
+        watchdog.start()
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith(("Timing with", "Trial")):
+                    begin = time.monotonic()
+                    result = decode()
+                    found.append(result if time.monotonic() - begin < delay else None)
+        finally:
+            watchdog.cancel()
+            process.kill()
+    return "".join(lines), found
 
 
 def summary(rows: list[dict[str, Any]], key: str) -> str:
@@ -121,9 +157,9 @@ def summary(rows: list[dict[str, Any]], key: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=3, help="processes of the tool")
     parser.add_argument("--generate", type=int, default=GENERATE)
-    parser.add_argument("--trials", type=int, default=6, help="passes of each side in a round")
+    parser.add_argument("--trials", type=int, default=7, help="of each process")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = checkpoint(Path(folder) / "model")
@@ -131,8 +167,9 @@ def main() -> None:
     for name in ("worker", "tool"):
         print(f"{name}: {summary(rows, name)} forwards/s")
     print(f"tool's own convention: {summary(rows, 'tool_own')} tokens/s")
-    for key, of in (("ratio", "all passes"), ("fastest", "each side's fastest pass")):
-        print(f"tool / worker, {of}: {summary(rows, key)}, n = {len(rows)}")
+    print(f"tool / worker: {summary(rows, 'ratio')}, n = {len(rows)}")
+    quarters = statistics.quantiles([row["ratio"] for row in rows], n=4)
+    print(f"half of the pairs lie within {quarters[0]:.4g} to {quarters[2]:.4g}")
 
 
 if __name__ == "__main__":
