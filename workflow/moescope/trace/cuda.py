@@ -450,6 +450,8 @@ def summarise(
         }
         for term in names
     }
+    if not all(busy) or not by_window["ms"]:
+        raise UserError("no kernel ran in the window of decode; the profiler saw another process")
     unclassified = [
         table.get(kernels.UNCLASSIFIED, {"ms": 0.0})["ms"] / sum(e["ms"] for e in table.values())
         for table in tables
