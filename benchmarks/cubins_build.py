@@ -6,7 +6,8 @@ Arm's interpreter and nvcc, no GPU. Into FOLDER: cubins, cubins_run.py and manif
 ``python3 FOLDER/cubins_run.py`` needs only the driver: seconds for dozens of variants, where a
 process with MLX compiles for minutes. A variant is a geometry (see moescope.kernels.layout), and
 may hold ``launches=2``, ``down=N`` (warps of the second half) or ``OLD->NEW`` (a replacement in the
-kernels' text, to try something). Checks against the float32 reference run first, small shapes of all kinds.
+kernels' text, to try something). Checks against the float32 reference run first, small shapes of
+all kinds.
 """
 
 import argparse
@@ -132,7 +133,8 @@ class Builder:
             first, second = static_inputs(spec, tensors, False)
             first = dict(zip(dynamic_names(spec), dynamic, strict=True)) | first
             scratch = {"scratch": mx.zeros((1,), mx.uint32)}
-            text = cuda.whole_block(spec, plan, pair)
+            ahead = cuda.prefetch_steps(spec, plan, chosen, pair[0].blocks)
+            text = cuda.whole_block(spec, plan, pair, ahead)
             texts = ((text, first | scratch | second, pair[0], f"out {kind}"),)
         halves = []
         for text, inputs, how, output in texts:

@@ -92,9 +92,6 @@ class Gpu:
         check(driver.cuMemcpyHtoD_v2(c.c_uint64(pointer), data, c.c_size_t(len(data))))
         return pointer
 
-    def zero(self, pointer):
-        check(driver.cuMemsetD32_v2(c.c_uint64(pointer), c.c_uint(0), c.c_size_t(32)))
-
     def download(self, pointer, size):
         data = c.create_string_buffer(size)
         check(driver.cuMemcpyDtoH_v2(data, c.c_uint64(pointer), c.c_size_t(size)), "download")
@@ -149,7 +146,7 @@ def run_check(gpu, case):
     """One small block against the reference; the same bits three times, and by two launches."""
     buffers = {name: gpu.upload(base64.b64decode(text)) for name, text in case["data"].items()}
     buffers["middle"] = gpu.upload(b"\xff" * case["middle"])
-    buffers["scratch"] = gpu.upload(b"\0" * 128 + b"\xff" * case["middle"])
+    buffers["scratch"] = gpu.upload(b"\0" * 512 + b"\xff" * 2 * (case["middle"] + 128))
     size = len(case["exact"]) * 2
     results = set()
     for halves in (case["halves"],) * 3 + (case["again"],):
@@ -158,8 +155,8 @@ def run_check(gpu, case):
             gpu.half(half, buffers, buffers["middle"] if half is not halves[-1] else out)
         gpu.wait()
         results.add(gpu.download(out, size))
-    middle = gpu.download(buffers["scratch"], case["middle"] + 128)
-    at, k = case["chosen_at"] + 128, case["top_k"]
+    middle = gpu.download(buffers["scratch"], case["middle"] + 512)
+    at, k = case["chosen_at"] + 512, case["top_k"]
     chosen = sorted(struct.unpack(f"<{k}I", middle[at : at + 4 * k]))
     want = rounded(case["exact"], case["dtype"])
     have = floats(results.pop(), case["dtype"])
@@ -183,7 +180,6 @@ def run_shape(gpu, shape, rate):
         count = layers if "_" in name else layers * ROUNDS if name == "logits" else 1
         many[name] = [gpu.random(max(size, 256), kind) for _ in range(count)]
     many["middle"] = [gpu.allocate(shape["middle"])]
-    many["scratch"] = [gpu.upload(b"\0" * (128 + shape["middle"]))]
     out = gpu.allocate(shape["out"])
     gpu.wait()
     floor = shape["bytes"] / rate * 1e6
@@ -195,7 +191,7 @@ def run_shape(gpu, shape, rate):
                 gpu.half(half, buffers, target)
 
     for variant in shape["variants"]:
-        gpu.zero(many["scratch"][0])
+        many["scratch"] = [gpu.upload(b"\0" * 512 + b"\xff" * 2 * (shape["middle"] + 128))]
         halves = variant["halves"]
         pair = list(zip(halves, [many["middle"][0], out][-len(halves) :], strict=True))
         parts = [("both", pair)]

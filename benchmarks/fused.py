@@ -280,6 +280,7 @@ def arms(model: Any) -> list[Arm]:
 def launches(args: argparse.Namespace) -> dict[str, Any]:
     """Kernels per token of a model of four layers, by CUPTI; of a block by the difference from the
     model whose blocks give zeros (where the norm before the block is not run either)."""
+    os.environ[cuda.LAUNCHES] = "1"
     found: dict[str, Any] = {}
     counts: dict[str, float] = {}
     layers = 4
@@ -364,16 +365,30 @@ def model(args: argparse.Namespace) -> dict[str, Any]:
     }
     show({k: found[k] for k in ("ms_per_token", "speed_ratio", "share_of_gain")})
     if args.greedy:
-        made = {}
-        for arm in todo[::2]:
-            arm.put()
-            made[arm.name] = decode(subject, prompt, args.greedy)[1]
-        a, b = made["shipped"], made["fused"]
-        differ = (i for i, (p, q) in enumerate(zip(a, b, strict=True)) if p != q)
-        found["greedy"] = {"tokens": len(a), "first_divergence": next(differ, None)}
+        found["greedy"] = greedy(subject, todo[0], todo[2], prompt, args.greedy)
         show(found["greedy"])
     todo[0].put()
     return found
+
+
+def greedy(model: Any, one: Arm, other: Arm, prompt: list[int], count: int) -> dict[str, Any]:
+    """Both arms' greedy tokens side by side, to the first difference and its gap in logits."""
+    from mlx_lm.generate import generate_step
+
+    steps = []
+    for _ in range(2):
+        steps.append(generate_step(mx.array(prompt), model, max_tokens=count + 1))
+    for i in range(count):
+        made = []
+        for arm, step in zip((one, other), steps, strict=True):
+            arm.put()
+            token, scores = next(step)
+            made.append((int(token), scores))
+        (a, p), (b, q) = made
+        if a != b:
+            gaps = {one.name: (p[a] - p[b]).item(), other.name: (q[b] - q[a]).item()}
+            return {"same_tokens": i, "gap": gaps}
+    return {"same_tokens": count}
 
 
 def spread(values: list[float]) -> dict[str, float]:

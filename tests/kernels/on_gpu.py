@@ -1,5 +1,7 @@
 """The CUDA kernels on their device: against the reference, MLX's router, and themselves again."""
 
+import os
+
 import mlx.core as mx
 
 from kernels import Skip
@@ -14,15 +16,17 @@ CASES = {
 }
 
 
-def _built(spec, tensors, chosen=None):
+def _built(spec, tensors, chosen=None, launches=1):
     here = device.current()
     if here is None or here.language != "cuda":
         raise Skip("no CUDA device")
+    os.environ[cuda.LAUNCHES] = str(launches)
     return cuda.build(spec, tensors, chosen or Geometry(), here)
 
 
 def check_block(name):
-    """Parity, router included, at the family's own shape; the same bits under churn."""
+    """Parity, router included, at the family's own shape; the same bits under churn, and by two
+    launches."""
     mx.random.seed(21)
     spec, arrays = samples.cases()[name]
     if device.current() is None:
@@ -42,6 +46,8 @@ def check_block(name):
     for i in range(20):
         mx.eval(mx.zeros((1000 * (i + 1),)) + 1)
         assert mx.array_equal(y, run(x.shape, x, *dynamic)).item()
+    two = _built(spec, tensors, launches=2)
+    assert mx.array_equal(y, two(x.shape, x, *dynamic)).item()
     return worst
 
 
@@ -72,7 +78,7 @@ def check_router(name):
     spec = samples.block(
         samples.FORMATS["affine4g32"], router.experts, router.top_k, 128, 32, router=router
     )
-    run = _built(spec, samples.tensors_of(spec, arrays), Geometry(prefetch=0))
+    run = _built(spec, samples.tensors_of(spec, arrays), launches=2)
     x = mx.zeros((1, 1, 128), mx.bfloat16)
     gap, exact = 0.0, 0
     trials = 60

@@ -28,6 +28,7 @@ from .layout import (
     down_launch,
     first_launch,
     first_static,
+    given_bytes,
     steps,
     tiles,
 )
@@ -126,6 +127,8 @@ def second_values(spec: Spec, plan: Cut, how: Launch) -> dict[str, object]:
             "DOWN_STEPS": plan.down_each,
             "EVEN_DOWN": int(even and spec.shared is None),
             "DOWN_BATCH": how.batch,
+            "BLOCK_WARPS": how.warps,
+            "GIVEN_BYTES": given_bytes(spec, plan),
             "STAGES": how.stages,
             "STAGE_BYTES": how.stage,
             "SHARED_SPLIT": plan.shared_split,
@@ -158,15 +161,22 @@ def second_half(spec: Spec, plan: Cut, how: Launch, language: str = "") -> tuple
 
 
 def whole_block(
-    spec: Spec, plan: Cut, how: tuple[Launch, Launch], language: str = ""
+    spec: Spec, plan: Cut, how: tuple[Launch, Launch], ahead: int = 0, language: str = ""
 ) -> tuple[str, str]:
-    """Header and body of the kernel that does both."""
+    """Header and body of the kernel that does both. ahead: steps to fetch into L2, of each row."""
     forms = {"gate": spec.gate, "up": spec.up, "down": spec.down}
     if spec.shared:
         forms |= {"shared_gate": spec.shared.gate, "shared_up": spec.shared.up}
         forms |= {"shared_down": spec.shared.down}
     values = second_values(spec, plan, how[1]) | first_values(spec, plan, how[0], 0)
-    values |= {"ONE_LAUNCH": 1, "GRID_BLOCKS": f"{how[0].blocks}ull"}
+    values |= {
+        "ONE_LAUNCH": 1,
+        "GRID_BLOCKS": f"{how[0].blocks}ull",
+        "PREFETCH_ROWS": int(ahead > 0),
+        "PREFETCH_STEPS": ahead,
+        "SCRATCH_HEAD": SCRATCH_HEAD,
+        "MID_PLACE": place_bytes(spec),
+    }
     return header(spec, values, forms, FIRST_FILES, language), source.text("block.body")
 
 
@@ -232,13 +242,22 @@ def requested(rings: int, beside: int) -> int:
 def prefetch_rows(spec: Spec, chosen: Geometry) -> int:
     """Rows of each chosen expert's down projection that the first half fetches into L2."""
     row = spec.width * spec.down.bits // 8
-    rows = chosen.prefetch * 2**20 // (row * spec.router.top_k)
+    room = (8 if chosen.prefetch < 0 else chosen.prefetch) * 2**20
+    rows = room // (row * spec.router.top_k)
     return min(spec.out, rows // 16 * 16)
 
 
 LAUNCHES = "MOESCOPE_FUSED_LAUNCHES"
-SCRATCH_LINE = 128
-SLOTS = 256
+SCRATCH_HEAD = 512
+TURNS = 2
+CUDA_TYPES = {
+    mx.bfloat16: "__nv_bfloat16",
+    mx.float16: "__half",
+    mx.float32: "float",
+    mx.uint32: "unsigned",
+    mx.int32: "int",
+    mx.uint8: "unsigned char",
+}
 
 
 def launches() -> int:
@@ -249,18 +268,46 @@ def launches() -> int:
     return int(value)
 
 
-@cache
-def _scratch(size: int) -> Callable[[], Any]:
-    """Places of ``size`` bytes after a counter, taken in turn by all blocks of a process.
+def place_bytes(spec: Spec) -> int:
+    """Room for what the first half hands to the second, once."""
+    return -(-source.middle(spec)["MID_BYTES"] // 128) * 128
 
-    A kernel's counter and what its halves hand on. Calls that may run at once need different
-    places: in turn they have them, but for calls that are hundreds apart and still not ordered.
+
+def addresses_text(arrays: dict[str, Any]) -> str:
+    """The lines by which a kernel takes these arrays from the addresses in its scratch."""
+    lines = []
+    for i, (name, array) in enumerate(arrays.items()):
+        kind = f"const {CUDA_TYPES[array.dtype]}*"
+        lines.append(f"{kind} const {name} = ({kind})((const u64*)scratch)[{i + 2}];")
+    return "\n".join(lines) + "\n"
+
+
+def scratches(spec: Spec, arrays: list[Any]) -> list[Any]:
+    """A block's scratches, to be used by turns: a counter, these arrays' addresses, two places.
+
+    An address costs nothing at a call, where an array among the inputs costs MLX a third of a
+    microsecond. Places begin as ones.
     """
-    words = (SCRATCH_LINE + -(-size // SCRATCH_LINE) * SCRATCH_LINE) // 4
-    whole = mx.zeros((SLOTS * words,), mx.uint32)
-    places = [whole[i * words : (i + 1) * words] for i in range(SLOTS)]
-    mx.eval(places)
-    return itertools.cycle(places).__next__
+    if len(arrays) > SCRATCH_HEAD // 8 - 2:
+        raise Unsupported(f"{len(arrays)} arrays")
+    names = [f"a{i}" for i in range(len(arrays))]
+    body = f"const void* all[] = {{{', '.join(names)}}};\n"
+    body += (
+        f"for (int i = threadIdx.x; i < {len(names)}; i += 32) ((size_t*)out)[i] = (size_t)all[i];"
+    )
+    found = _kernel("addresses", tuple(names), "out", "", body, 0)(
+        inputs=arrays,
+        output_shapes=[(2 * len(arrays),)],
+        output_dtypes=[mx.uint32],
+        grid=(32, 1, 1),
+        threadgroup=(32, 1, 1),
+    )[0]
+    rest = SCRATCH_HEAD // 4 - 4 - 2 * len(arrays)
+    parts = [mx.zeros((4,), mx.uint32), found, mx.zeros((rest,), mx.uint32)]
+    ones = mx.full((place_bytes(spec) // 2,), 0xFFFFFFFF, mx.uint32)
+    made = [mx.concatenate([*parts, ones]) for _ in range(TURNS)]
+    mx.eval(made)
+    return made
 
 
 def pointers(arrays: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -273,6 +320,20 @@ def pointers(arrays: list[Any]) -> tuple[list[Any], list[Any]]:
     few = [array.reshape(-1)[:16] if array.size > 4096 else array for array in whole]
     mx.eval(whole, few)
     return whole, few
+
+
+def prefetch_steps(spec: Spec, plan: Cut, chosen: Geometry, blocks: int) -> int:
+    """Steps of each row of the second half that a warp sends to L2 before it waits for the first.
+
+    None unless told so where the ring holds all that a block has.
+    """
+    if chosen.prefetch < 0 and given_bytes(spec, plan):
+        return 0
+    if spec.width // 32 * spec.down.chunk_bytes % 16 or spec.down.chunk_bytes * 4 % 16:
+        return 0
+    row = 16 * 4 * spec.down.chunk_bytes
+    room = (8 if chosen.prefetch < 0 else chosen.prefetch) * 2**20
+    return room // (row * spec.router.top_k * plan.split * blocks)
 
 
 def build(spec: Spec, tensors: Tensors, chosen: Geometry, device: Device) -> Callable[..., Any]:
@@ -288,7 +349,8 @@ def build(spec: Spec, tensors: Tensors, chosen: Geometry, device: Device) -> Cal
     fit = (spec, plan, chosen, device.cores, device.shared_memory)
     pair = block_launch(*fit) if launches() == 1 else None
     if pair:
-        return _one_launch(spec, tensors, plan, pair)
+        ahead = prefetch_steps(spec, plan, chosen, pair[0].blocks)
+        return _one_launch(spec, tensors, plan, pair, ahead)
     one, two = first_launch(*fit), down_launch(*fit)
     if one is None or two is None:
         raise Unsupported("the shape does not fit the shared memory")
@@ -296,23 +358,24 @@ def build(spec: Spec, tensors: Tensors, chosen: Geometry, device: Device) -> Cal
 
 
 def _one_launch(
-    spec: Spec, tensors: Tensors, plan: Cut, pair: tuple[Launch, Launch]
+    spec: Spec, tensors: Tensors, plan: Cut, pair: tuple[Launch, Launch], ahead: int
 ) -> Callable[..., Any]:
     how = pair[0]
     first, second = static_inputs(spec, tensors, False)
-    head, body = whole_block(spec, plan, pair)
+    head, body = whole_block(spec, plan, pair, ahead)
     head += "\n" + bounds(how.warps * 32, 1) + "\n"
-    names = (*dynamic_names(spec), "scratch", *first, *second)
+    names = (*dynamic_names(spec), "scratch")
+    whole, few = pointers([*first.values(), *second.values()])
+    body = addresses_text(first | second) + body
     memory = requested(how.ring_bytes, first_static(spec, how.warps) + 128 * how.warps)
     kernel = _kernel("moe", names, "out", head, body, memory)
-    whole, static = pointers([*first.values(), *second.values()])
+    turn = itertools.cycle(scratches(spec, few))
     grid, group = (how.blocks * how.warps * 32, 1, 1), (how.warps * 32, 1, 1)
     types = [getattr(mx, spec.dtype)]
-    place = _scratch(source.middle(spec)["MID_BYTES"])
 
     def run(shape: tuple[int, ...], *dynamic: Any) -> Any:
         return kernel(
-            inputs=[*dynamic, place(), *static],
+            inputs=[*dynamic, next(turn)],
             output_shapes=[shape],
             output_dtypes=types,
             grid=grid,

@@ -17,6 +17,7 @@ from .weights import Format
 VARIABLE = "MOESCOPE_FUSED_GEOMETRY"
 NOMINAL_CORES = 132
 IN_FLIGHT = 32  # words of weights per lane and stage: two rows' chunks of each step
+GIVEN_MOST = 32768  # bytes of the operand of a block of the second half, to be kept
 DOWN_WARPS = 8  # warps of the second half per block, about
 
 
@@ -24,14 +25,14 @@ DOWN_WARPS = 8  # warps of the second half per block, about
 class Geometry:
     """warps: of a block of the first half (on Metal: simdgroups of a threadgroup, 8 unless given);
     steps: of a stage (0: by format); stages: of a warp's ring (0: as many as fit); prefetch: MiB of
-    the second half's weights that the first half sends for (two launches alone); cores:
+    the second half's weights that the first half sends for (-1: 8 where its ring is short); cores:
     multiprocessors to use (0: all).
     """
 
     warps: int = 0
     steps: int = 0
     stages: int = 0
-    prefetch: int = 8
+    prefetch: int = -1
     cores: int = 0
 
 
@@ -174,7 +175,7 @@ def first_static(spec: Spec, warps: int) -> int:
     """Bytes of shared memory of the first half beside the rings, roughly from above."""
     parts = 1 if spec.dtype == "bfloat16" else 2
     padded = steps(spec.hidden) * STEP
-    return padded * 2 * parts + padded // 8 + 12 * spec.router.logits + 128 * warps + 1024
+    return padded * 2 * parts + padded // 8 + 16 * spec.router.logits + 128 * warps + 1024
 
 
 def tiles(spec: Spec) -> tuple[int, int]:
@@ -197,11 +198,12 @@ class Launch:
     stages: int
     stage: int
     groups: int = 0  # tiles at once, where there are warps beside theirs
+    given: int = 0  # bytes of the second half's operand, behind the rings
 
     @property
     def ring_bytes(self) -> int:
-        """Shared memory of the block's rings."""
-        return self.warps * self.stages * self.stage
+        """Shared memory of the block's rings, and of what stands behind them."""
+        return self.warps * self.stages * self.stage + self.given
 
 
 def _stages(room: int, wanted: int, needed: int) -> int:
@@ -241,14 +243,21 @@ def down_launch(spec: Spec, plan: Cut, chosen: Geometry, cores: int, memory: int
     most = min(plan.down_each, _most(spec)[1])
     short = -(-plan.down_each // most) * -(-row_tiles // blocks) <= 2
     most = min(most, chosen.steps or (2 if short else most))
+    given = given_bytes(spec, plan) * warps
     for unit in range(even_batch(plan.down_each, most), 0, -1):
         stage = down_stage(spec, unit)
-        room = (memory - 2048 - warps * 128) // (warps * stage)
+        room = (memory - 2048 - warps * 128 - given) // (warps * stage)
         needed = -(-plan.down_each // unit) * -(-row_tiles // blocks)
         stages = _stages(room, chosen.stages, needed)
         if stages and warps <= 32:
-            return Launch(blocks, warps, unit, stages, stage)
+            return Launch(blocks, warps, unit, stages, stage, given=given)
     return None
+
+
+def given_bytes(spec: Spec, plan: Cut) -> int:
+    """Bytes of the operand that each warp of the second half keeps; 0 where it is too large."""
+    each = max(plan.down_each, plan.shared_each) * (512 + 16)
+    return each if each * down_warps(spec, plan) <= GIVEN_MOST else 0
 
 
 def down_warps(spec: Spec, plan: Cut) -> int:
@@ -269,7 +278,8 @@ def block_launch(
     if chosen.steps:
         most, down_most = min(most, chosen.steps), min(down_most, chosen.steps)
     groups = max(1, (chosen.warps or 12) // plan.warps)
-    groups = min(groups, each, 15, 32 // plan.warps)
+    groups = min(groups, each, 14, 32 // plan.warps)
+    given = given_bytes(spec, plan) * second
     for limit in range(max(most, down_most), 0, -1):
         unit = even_batch(plan.each, min(most, limit))
         down_unit = even_batch(plan.down_each, min(down_most, limit))
@@ -278,7 +288,7 @@ def block_launch(
             warps = max(count * plan.warps, second)
             if warps > 32:
                 continue
-            fixed = first_static(spec, warps) + 128 * second
+            fixed = first_static(spec, warps) + 128 * second + given
             room = (memory - fixed) // (warps * stage)
             needed = (
                 -(-plan.each // unit) * -(-each // count) + -(-plan.down_each // down_unit) * rows
@@ -286,7 +296,7 @@ def block_launch(
             stages = _stages(room, chosen.stages, needed)
             if stages:
                 return (
-                    Launch(blocks, warps, unit, stages, stage, count),
-                    Launch(blocks, warps, down_unit, stages, stage),
+                    Launch(blocks, warps, unit, stages, stage, count, given),
+                    Launch(blocks, warps, down_unit, stages, stage, count, given),
                 )
     return None

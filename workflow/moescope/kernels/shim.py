@@ -220,11 +220,12 @@ def one_launch(
     plan = cut(spec)
     pair = block_launch(spec, plan, chosen or Geometry(), blocks, MEMORY)
     first, second = static_inputs(spec, tensors, False)
-    scratch = mx.zeros((32 + source.middle(spec)["MID_BYTES"] // 4,), mx.uint32)
-    scratch[32:] = 0xFFFFFFFF
+    ones = mx.full((cuda.place_bytes(spec) // 2,), 0xFFFFFFFF, mx.uint32)
+    scratch = mx.concatenate([mx.zeros((cuda.SCRATCH_HEAD // 4,), mx.uint32), ones])
     inputs = dict(zip(dynamic_names(spec), dynamic, strict=True))
     inputs |= {"scratch": scratch} | first | second
-    text = cuda.whole_block(spec, plan, pair, cuda.MATH)
+    ahead = cuda.prefetch_steps(spec, plan, chosen or Geometry(), pair[0].blocks)
+    text = cuda.whole_block(spec, plan, pair, ahead, cuda.MATH)
     run = compile_text("cuda", *text, inputs, f"out {spec.dtype}")
     how = (pair[0].blocks, pair[0].warps * 32, late, schedule, True)
     out = call(run, inputs, spec.out * 2, *how, calls=calls)

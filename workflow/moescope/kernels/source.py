@@ -78,6 +78,12 @@ def projection(name: str, form: Format) -> str:
     )
 
 
+def ranked(router: Router) -> bool:
+    """Whether all threads rank the scores, not one warp in rounds: few scores, in one key each."""
+    key = router.rounded and not router.bias
+    return key and router.select == "top_k" and not router.shared and 32 <= router.experts <= 128
+
+
 def router_values(router: Router, dtype: str) -> dict[str, object]:
     """What router.h and route.body are compiled for."""
     return {
@@ -90,6 +96,7 @@ def router_values(router: Router, dtype: str) -> dict[str, object]:
         "ROUTER_BIAS": int(router.bias),
         "ROUTER_WEIGHED": "choice" if router.bias and router.weigh_choice else "score",
         "ROUTER_KEY_16": int(router.rounded and not router.bias),
+        "RANKED": int(ranked(router)),
         "ROUTER_HIGH": "true" if router.high else "false",
         "ROUTER_WEIGHT": WEIGHTS[router.weight],
         "ROUTER_EPSILON": number(router.epsilon),

@@ -74,11 +74,16 @@ inline void copy4(void* to, const void* from, bool here) { lanes::copy(to, from,
 inline void commit_copies() { lanes::commit_copies(); }
 template <int N> inline void wait_copies() { lanes::wait_copies(N); }
 #define DYNAMIC_SHARED(name) alignas(128) static thread_local u8 name[232448]
-inline uint4 load16_written(const void* p) { return read<uint4>(p); }
-inline float4 load16f_written(const void* p) { return read<float4>(p); }
-using lanes::arrive;
-using lanes::await_blocks;
-using lanes::look;
+#define ABSENT 0xffffffffu
+using lanes::hand_over;
+using lanes::ticket;
+inline uint4 load16_handed(const void* p) {
+  read<uint4>(p);
+  const u32* w = (const u32*)p;
+  return {lanes::handed(w), lanes::handed(w + 1), lanes::handed(w + 2), lanes::handed(w + 3)};
+}
+inline bool warp_all(bool v) { return warp_min(v) != 0; }
+inline void patience(u32 turn, u64&) { lanes::patience(turn); }
 inline void prefetch_l2(const void* p, u32 bytes) {
   if ((uintptr_t)p % 16 || bytes % 16) abort();
 }

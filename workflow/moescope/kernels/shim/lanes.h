@@ -83,16 +83,15 @@ inline void wait_copies(int left) {
     perform(f.copies[f.done_copies++ % COPIES]);
 }
 
-// Blocks of one launch: a counter that all see.
-inline uint64_t look(const void* p) { return __atomic_load_n((const uint64_t*)p, __ATOMIC_RELAXED); }
-inline void arrive(const void* p) { __atomic_fetch_add((uint64_t*)p, 1, __ATOMIC_RELEASE); }
-inline void yield();
-inline void await_blocks(const void* p, uint64_t target) {
-  for (long turn = 0; __atomic_load_n((const uint64_t*)p, __ATOMIC_ACQUIRE) < target; ++turn) {
-    if (turn > 20000000L) abort();
-    yield();
-    sched_yield();
-  }
+// Blocks of one launch: what all see.
+inline uint64_t ticket(const void* p) { return __atomic_fetch_add((uint64_t*)p, 1, __ATOMIC_RELAXED); }
+inline void hand_over(void* p, uint32_t v) {
+  __atomic_store_n((uint32_t*)p, v == 0xffffffffu ? v - 1 : v, __ATOMIC_RELAXED);
+}
+inline uint32_t handed(const void* p) { return __atomic_load_n((const uint32_t*)p, __ATOMIC_RELAXED); }
+inline void patience(unsigned turn) {
+  if (turn > 20000000u) abort();
+  sched_yield();
 }
 
 inline void yield() {

@@ -40,7 +40,8 @@ struct Panel {
   static constexpr int AT_BIASES = AT_SCALES + 8 * SCALE_STRIDE;
   static constexpr int SIZE = AT_BIASES + (P::BIAS ? 8 * SCALE_STRIDE : 0);
 
-  // The weights of eight rows, columns from `step` on; those past `end` become zeros.
+  // The weights of eight rows, columns from `step` on; those past `end` become zeros. EVEN: none is.
+  template <bool EVEN>
   static FN void fetch(u8* to, const u8* w, int step, int end, int lane) {
     constexpr int PER = WIDE / PIECE;
     constexpr int ALL = 8 * PER;
@@ -52,29 +53,31 @@ struct Panel {
         const int row = at / PER, byte = at % PER * PIECE;
         const u8* p = w + row * ROW + first + byte;
         u8* q = to + row * STRIDE + byte;
-        if (PIECE == 16) copy16(q, p, first + byte < limit);
-        else copy8(q, p, first + byte < limit);
+        if (PIECE == 16) copy16(q, p, EVEN || first + byte < limit);
+        else copy8(q, p, EVEN || first + byte < limit);
       }
     }
   }
 
   // One piece of one row's scales (or biases): to and from are that row's.
+  template <bool EVEN>
   static FN void fetch_piece(u8* to, const u8* from, int step, int byte) {
     const int place = step * 128 / P::GROUP * EACH + byte;
-    const bool here = place < SCALE_ROW;
+    const bool here = EVEN || place < SCALE_ROW;
     if (SCALE_PIECE == 16) copy16(to + byte, from + place, here);
     else if (SCALE_PIECE == 8) copy8(to + byte, from + place, here);
     else if (SCALE_PIECE == 4) copy4(to + byte, from + place, here);
     else if (SCALE_PIECE == 2) *(u16*)(to + byte) = u16(here ? load2(from + place) : 0u);
     else to[byte] = u8(here ? load1(from + place) : 0u);
   }
+  template <bool EVEN>
   static FN void fetch_scales(u8* to, const u8* from, int step, int lane) {
     constexpr int PER = SCALES == 0 ? 1 : SCALES / SCALE_PIECE;
 #pragma unroll
     for (int i = 0; i < (SCALES == 0 ? 0 : (8 * PER + 31) / 32); ++i) {
       const int at = i * 32 + lane;
       if (at < 8 * PER)
-        fetch_piece(to + at / PER * SCALE_STRIDE, from + at / PER * SCALE_ROW, step, at % PER * SCALE_PIECE);
+        fetch_piece<EVEN>(to + at / PER * SCALE_STRIDE, from + at / PER * SCALE_ROW, step, at % PER * SCALE_PIECE);
     }
   }
 
@@ -144,9 +147,10 @@ struct Stage {
   static constexpr bool ALIKE = A::BIAS && B::BIAS && PA::SCALE_ROW == PB::SCALE_ROW &&
                                 PA::SCALES == PB::SCALES && PA::SIZE == PB::SIZE;
 
+  template <bool EVEN>
   static FN void fetch(u8* to, const Rows a, const Rows b, int step, int end, int lane) {
-    PA::fetch(to, a.w, step, end, lane);
-    PB::fetch(to + AT_B, b.w, step, end, lane);
+    PA::template fetch<EVEN>(to, a.w, step, end, lane);
+    PB::template fetch<EVEN>(to + AT_B, b.w, step, end, lane);
     if (ALIKE) {
       constexpr int PER = PA::SCALES == 0 ? 1 : PA::SCALES / PA::SCALE_PIECE;
 #pragma unroll
@@ -154,14 +158,14 @@ struct Stage {
         const int at = i * 32 + lane, row = at / PER & 7, kind = at / (8 * PER);
         const u8* from = kind & 2 ? kind & 1 ? b.b : b.s : kind & 1 ? a.b : a.s;
         u8* place = to + (kind & 2 ? AT_B : 0) + (kind & 1 ? PA::AT_BIASES : PA::AT_SCALES);
-        PA::fetch_piece(place + row * PA::SCALE_STRIDE, from + row * PA::SCALE_ROW, step,
+        PA::template fetch_piece<EVEN>(place + row * PA::SCALE_STRIDE, from + row * PA::SCALE_ROW, step,
                         at % PER * PA::SCALE_PIECE);
       }
     } else {
-      PA::fetch_scales(to + PA::AT_SCALES, a.s, step, lane);
-      PB::fetch_scales(to + AT_B + PB::AT_SCALES, b.s, step, lane);
-      if (A::BIAS) PA::fetch_scales(to + PA::AT_BIASES, a.b, step, lane);
-      if (B::BIAS) PB::fetch_scales(to + AT_B + PB::AT_BIASES, b.b, step, lane);
+      PA::template fetch_scales<EVEN>(to + PA::AT_SCALES, a.s, step, lane);
+      PB::template fetch_scales<EVEN>(to + AT_B + PB::AT_SCALES, b.s, step, lane);
+      if (A::BIAS) PA::template fetch_scales<EVEN>(to + PA::AT_BIASES, a.b, step, lane);
+      if (B::BIAS) PB::template fetch_scales<EVEN>(to + AT_B + PB::AT_BIASES, b.b, step, lane);
     }
   }
 };

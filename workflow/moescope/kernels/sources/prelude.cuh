@@ -66,32 +66,29 @@ FN uint2 load8(const void* p) { return __ldg((const uint2*)p); }
 FN u32 load4(const void* p) { return __ldg((const u32*)p); }
 FN u32 load2(const void* p) { return __ldg((const u16*)p); }
 FN u32 load1(const void* p) { return __ldg((const u8*)p); }
-// What other blocks of this launch wrote, after await_blocks: never by the read-only path.
-FN uint4 load16_written(const void* p) { return *(const uint4*)p; }
-FN float4 load16f_written(const void* p) { return *(const float4*)p; }
-
-// Blocks of one launch wait for each other. The counter only ever grows, by one a block and launch:
-// what it has to reach follows from any look at it before this block's own arrival.
-FN u64 look(const void* counter) {
-  u64 v;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(counter) : "memory");
+// Blocks of one launch hand each other words, each of which says whether it is there: before, it is
+// all ones. Nothing else orders them. Of two places one is used and the other made ready, by turns;
+// a ticket says which: every block takes one a launch, so all of a launch get the same quotient.
+#define ABSENT 0xffffffffu
+FN u64 ticket(const void* counter) {
+  return atomicAdd((u64*)counter, 1ull);
+}
+FN void hand_over(void* p, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(min(v, ABSENT - 1u)) : "memory");
+}
+FN uint4 load16_handed(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
-FN void arrive(const void* counter) {
-  __threadfence();
-  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(1ull) : "memory");
-}
-FN void await_blocks(const void* counter, u64 target) {
-  u64 v, begun = 0, now;
-  for (u32 turn = 0;; ++turn) {
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(counter) : "memory");
-    if (v >= target) return;
-    if ((turn & 4095u) == 4095u) {  // a fault after two seconds, rather than waiting for ever
-      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-      if (begun == 0) begun = now;
-      if (now - begun > 2000000000ull) __trap();
-    }
-  }
+FN bool warp_all(bool v) { return __all_sync(0xffffffffu, v); }
+FN void patience(u32 turn, u64& begun) {  // a fault after two seconds, rather than waiting for ever
+  if ((turn & 1023u) != 1023u) return;
+  u64 now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  if (begun == 0) begun = now;
+  if (now - begun > 2000000000ull) __trap();
 }
 FN void prefetch_l2(const void* p, u32 bytes) {  // both multiples of 16
 #if __CUDA_ARCH__ >= 900

@@ -36,6 +36,7 @@ FN u32 key_of(float v, u32 at) {
 #endif
   return o << 16 | (ROUTER_HIGH ? at + 1u : 0xfffeu - at);
 }
+FN u32 index_of(u32 key) { return ROUTER_HIGH ? (key & 0xffffu) - 1u : 0xfffeu - (key & 0xffffu); }
 template <int PER, int K, bool HIGH>
 FN void top_k(PRIVATE u32 (&key)[PER], int lane, TG u32* chosen) {
   for (int r = 0; r < K; ++r) {
@@ -43,7 +44,7 @@ FN void top_k(PRIVATE u32 (&key)[PER], int lane, TG u32* chosen) {
     for (int i = 1; i < PER; ++i) best = max(best, key[i]);
     best = warp_max(best);
     for (int i = 0; i < PER; ++i) key[i] = key[i] == best ? 0u : key[i];
-    if (lane == 0) chosen[HIGH ? K - 1 - r : r] = HIGH ? (best & 0xffffu) - 1u : 0xfffeu - (best & 0xffffu);
+    if (lane == 0) chosen[HIGH ? K - 1 - r : r] = index_of(best);
   }
 }
 #else
