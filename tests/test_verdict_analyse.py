@@ -178,6 +178,8 @@ def test_bars_are_met_or_explained_by_a_measurement(tmp_path):
     tree = Tree(tmp_path, kernels=True).make()
     found = analysis(tree)
     met = {e["bar"]: e["met"] for e in arm(found, "qwen3-moe", "vlm")["kernels"]["bars"]}
+    head = arm(found, "qwen3-moe", "vlm")["kernels"]["terms"]["head"]
+    assert head["alone_ms"]["value"] == pytest.approx(0.07 * 1.2)
     assert met.pop("graphs' pass against the forced pass") is False
     assert set(met.values()) == {True} and len(met) == 6
     window = bar(found, "window")

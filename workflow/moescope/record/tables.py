@@ -393,6 +393,9 @@ def terms(record: Record, checkpoint: str) -> list[tuple[str, Table]]:
             if arm in kernels and not kernels[arm]["refused"]:
                 heads = ["GPU ms/token", "launches/token", "share of GPU time", "forced pass"]
                 keys = ["ms", "launches", "share", "forced_share"]
+                if any(part["alone_ms"] for part in kernels[arm]["terms"].values()):
+                    heads.append("by themselves, ms/token")
+                    keys.append("alone_ms")
                 parts.append((heads, keys, kernels[arm]["terms"]))
         if parts:
             found.append((f"Arm {code(group[0])}" if len(group) < len(arms) else "", _terms(parts)))

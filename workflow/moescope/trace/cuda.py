@@ -52,8 +52,8 @@ LIMIT_S = 3600.0
 CUPTI = {"MOESCOPE_BEFORE_MLX": "cupti"}
 GRAPHS_OFF = {**CUPTI, "MLX_USE_CUDA_GRAPHS": "0"}
 WATCHED, ALONE = "watched", "alone"
-# Of the GPU's memory, what the weights of all processes may take together; beyond it MLX's memory
-# would be paged to the host.
+# Of a memory, what the weights of all processes may take together; beyond the GPU's, MLX's would be
+# paged to the host.
 SHARE = 0.7
 
 
@@ -280,16 +280,19 @@ class Instrument:
 
 
 def _fits(context: "Context", times: int) -> bool:
-    """Whether the weights may be on the GPU several times at once."""
+    """Whether the weights may be on the GPU several times at once, and in the host's memory, which
+    they pass through."""
+    import psutil
+
     from ..measure import gpu
 
     weights = sum(path.stat().st_size for path in context.bench.weights.glob("*.safetensors"))
     try:
-        memory = gpu.describe().get("memory")
+        device = gpu.describe().get("memory")
     except UserError:
-        memory = None
-    if not isinstance(memory, int | float):
-        return weights * times <= 48 << 30  # not told: what any GPU for such models has
+        device = None
+    host = psutil.virtual_memory().total
+    memory = min(device, host) if isinstance(device, int | float) else min(host, 64 << 30)
     return weights * times <= memory * SHARE
 
 

@@ -135,7 +135,8 @@ def kernels(
 
 
 def _terms(extra: dict[str, Any], files: list[str]) -> dict[str, dict[str, Figure | None]]:
-    """Each term over the passes: ms, launches, share of the kernels' time, lead over the others."""
+    """Each term over the passes: ms, launches, share of the kernels' time, lead over the others;
+    by the forced pass its share, and with CUDA graphs off, kernel by kernel, its ms."""
     names = [name for name in (*TERMS, SYNCHRONISATION, UNCLASSIFIED) if name in extra["terms"]]
     ms = {name: extra["terms"][name]["ms"] for name in names}
     totals = [sum(values) for values in zip(*ms.values(), strict=True)]
@@ -145,6 +146,7 @@ def _terms(extra: dict[str, Any], files: list[str]) -> dict[str, dict[str, Figur
     }
     forced = extra.get("forced_terms") or {}
     whole = sum(entry["ms"] for entry in forced.values())
+    alone = extra.get("alone_terms") or {}
     found = {}
     for name in names:
         leads = [
@@ -163,6 +165,7 @@ def _terms(extra: dict[str, Any], files: list[str]) -> dict[str, dict[str, Figur
             "forced_share": figure([forced.get(name, {"ms": 0.0})["ms"] / whole], "share", files)
             if whole
             else None,
+            "alone_ms": adopt(alone.get(name, {}).get("ms"), "ms/token", files),
         }
     return found
 
