@@ -1,5 +1,6 @@
 """The decode graph of one token, for real model code: what is in it, and in which term."""
 
+import subprocess
 from collections import Counter
 
 import pytest
@@ -110,3 +111,42 @@ def test_an_intervention_changes_the_graph_and_is_taken_back(root, tmp_path):
     assert not any(row[0] == "GatherMM" for row in without["sequence"])
     assert of(without, "router") == of(plain, "router")
     assert again["sequence"] == plain["sequence"]
+
+
+def test_more_names_than_one_export_takes_give_the_same_graph(tmp_path):
+    """MLX's binding takes 1024 names; deep models have more arrays at their modules' boundaries."""
+    code = """
+import mlx.core as mx
+from moescope.worker import graph
+from moescope.worker.order import parse
+a, b = mx.ones((3,)), mx.ones((3,))
+named, x = {}, a
+for i in range(40):
+    x = mx.exp(x) + b if i % 3 else mx.split(x, 3)[1] * b
+    named[f"#{i}"] = x
+def nodes(text):
+    seen = {}  # arrays without a name are called by letters in any way: number them
+    name = lambda array: array if array in named else seen.setdefault(array, len(seen))
+    return [
+        (n.primitive, *(tuple(map(name, part)) for part in (n.inputs, n.outputs)))
+        for n in parse(text).nodes
+    ]
+text = graph._text([x, named["#7"]], named)
+assert all(f'"{name}"' in text for name in named)
+for graph.NAMED in (1, 7, 39, 40):
+    assert nodes(graph._text([x, named["#7"]], named)) == nodes(text), graph.NAMED
+graph.NAMED = 1000
+many = {f"#{i}": a + i for i in range(1500)}
+text = graph._text(list(many.values()), many)
+assert all(f'-> "{name}"' in text for name in many)
+print("ok")
+"""
+    done = subprocess.run(
+        [tiny.arm_python(), "-c", code],
+        env={"PYTHONPATH": str(tiny.ROOT / "workflow"), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert done.stdout == "ok\n", done.stderr

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 TERMS = "moescope/terms/1"
 FIRST = 3  # the first step of the window: caches have grown before it
-LONGER = 32  # tokens that the longer pass has more
+LONGER = 20  # tokens that the longer pass has more
 SHORT = 4  # steps of the short pairs that tell the profiler's cost, beside the turns
 PAIRS = 5  # of those and the turns, together, at least
 LIMIT_S = 3600.0

@@ -14,7 +14,7 @@ from .events import Events, base_name
 
 SWEEP = "moescope/sweep/1"
 PROMPT = 16  # token ids
-TOKENS, STEPS = 4, (2, 3)
+TOKENS, STEPS = 4, (3,)
 MORE = 2  # experts beyond the model's own top_k
 COLUMNS = ("top_k", "kernel", "launches_per_token", "per_layer", "ms_per_token",
            "gather_ms_per_token", "why")  # fmt: skip

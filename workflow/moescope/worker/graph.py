@@ -9,6 +9,7 @@ terms from the table of modules (assign.py), the order of execution from MLX's r
 import hashlib
 import io
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,14 +47,49 @@ class Step:
         return [(nodes[i].primitive, self.modules[i], self.terms[i]) for i in self.order]
 
 
+# Arrays named in one export: MLX's binding takes 1024 keyword arguments at most.
+NAMED = 1000
+_NAME = re.compile(r'"([^"]+)"')
+
+
+def _text(outputs: list[mx.array], named: dict[str, mx.array]) -> str:
+    """The graph's text with every array of ``named`` called by its name. Where they are too many
+    for one export, several with some of the names each are put together: they list the same graph
+    in the same order, so that an array stands in the same places of each."""
+    names = list(named)
+    texts = []
+    for start in range(0, max(len(names), 1), NAMED):
+        file = io.StringIO()
+        some = {name: named[name] for name in names[start : start + NAMED]}
+        mx.export_to_dot(file, *outputs, **some)
+        texts.append(file.getvalue())
+    first, *others = texts
+    known: dict[str, str] = {}
+    for text in others:
+        for line, other in zip(first.splitlines(), text.splitlines(), strict=True):
+            if "->" not in line:
+                continue
+            if _NAME.sub("", line) != _NAME.sub("", other):
+                raise ValueError(f"two exports of one graph differ: {line!r} and {other!r}")
+            (ours,), (theirs,) = _NAME.findall(line), _NAME.findall(other)
+            if theirs in named:
+                known[ours] = theirs
+    if not known:
+        return first
+    return "".join(
+        line
+        if "[label" in line
+        else _NAME.sub(lambda match: f'"{known.get(match[1], match[1])}"', line)
+        for line in first.splitlines(keepends=True)
+    )
+
+
 def export(outputs: list[mx.array], recorder: Recorder, parts: Table) -> Step:
     """The graph below ``outputs``, which must not be evaluated yet; evaluates nothing."""
     arrays = recorder.arrays | {hash(array): array for array in outputs}
     names = {identity: f"#{i}" for i, identity in enumerate(arrays)}
     named = {names[identity]: array for identity, array in arrays.items()}
-    file = io.StringIO()
-    mx.export_to_dot(file, *outputs, **named)
-    text = file.getvalue()
+    text = _text(outputs, named)
     graph = parse(text)
     width = int(os.environ.get("MLX_BFS_MAX_WIDTH", WIDTH))
     made = makers(graph, recorder.events, names)
