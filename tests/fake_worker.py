@@ -101,6 +101,9 @@ class Fake:
     def step(self, run, patches):
         each = float(setting("TOKEN_S", "0.002")) * (2 if "slow" in patches else 1)
         each *= 1 + float(setting("DRIFT", "0")) * run
+        if flip := float(setting("FLIP_S", "0")):
+            # The host's speed, the same for all processes at a moment.
+            each *= 1 + (hashlib.sha256(str(time.time() // flip).encode()).digest()[0] & 1)
         begin = time.perf_counter()
         while time.perf_counter() < begin + each:
             time.sleep(each / 4)

@@ -113,6 +113,27 @@ def test_the_null_arms_spread_is_several_times_smaller(seed):
 # The stage.
 
 
+def test_on_a_host_that_flips_its_speed_slices_narrow_the_null_arm(tmp_path):
+    """The schedule's simulation again, through processes: twice as slow at random, for 0.15 s."""
+    arms = [
+        stages.arm(name, role, token_s="0.002", flip_s="0.15", n=name)
+        for name, role in (("ref", "reference"), ("again", "null"), ("x", "candidate"))
+    ]
+    spread = {}
+    for slices in (1, 12):
+        params = stages.measure_params(arms, 6, enabled=False)
+        params["shape"] = {"prompt": 16, "generate": 61}
+        params["rounds"] |= {"slices": slices} if slices > 1 else {}
+        task = stages.make(tmp_path / str(slices), "measure", "tiny", params)
+        stage.run(task)
+        rows = read_runs(task.out / "runs.jsonl")
+        assert all(row["valid"] for row in rows)
+        rate = {(r["arm"], r["round"]): r["forwards"] / r["decode_s"] for r in rows}
+        ratios = [rate["again", n] / rate["ref", n] for n in range(6)]
+        spread[slices] = max(ratios) - min(ratios)
+    assert spread[1] > 2 * spread[12], spread
+
+
 def test_a_sliced_round_is_watched_as_one_and_its_runs_say_so(tmp_path):
     task, rows = measure(tmp_path)
     assert Counter((row["round"], row["arm"]) for row in rows) == {
