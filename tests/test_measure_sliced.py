@@ -131,7 +131,8 @@ def test_on_a_host_that_flips_its_speed_slices_narrow_the_null_arm(tmp_path):
         rate = {(r["arm"], r["round"]): r["forwards"] / r["decode_s"] for r in rows}
         ratios = [rate["again", n] / rate["ref", n] for n in range(6)]
         spread[slices] = max(ratios) - min(ratios)
-    assert spread[1] > 2 * spread[12], spread
+    # Three to twelve times is usual; less where the flips happen to suit whole runs.
+    assert spread[1] > 1.5 * spread[12], spread
 
 
 def test_a_sliced_round_is_watched_as_one_and_its_runs_say_so(tmp_path):
