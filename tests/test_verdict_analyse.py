@@ -147,6 +147,17 @@ def test_launches_that_are_no_whole_multiple_void_an_arm(tmp_path, launches, voi
     assert (void in found) if void else found is None
 
 
+def test_launches_that_may_have_several_owners_void_nothing(tmp_path):
+    tree = Tree(tmp_path, kernels=True).make()
+
+    def change(terms):
+        terms["method"] = "table"
+        terms["path"]["experts"][0]["launches"] = 70
+
+    edited(tree, "terms.json", change)
+    assert arm(analysis(tree), "qwen3-moe", "lm")["void"] is None
+
+
 def test_two_kernels_may_share_the_layers_but_not_leave_one_out(tmp_path):
     tree = Tree(tmp_path, kernels=True).make()
 

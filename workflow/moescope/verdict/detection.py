@@ -43,7 +43,7 @@ def detection(null: Pairs | None) -> dict[str, Any] | None:
     return found | {
         "of": str(EXPERIMENTS),
         "rounds": str(ROUNDS),
-        "slowdown": f"{SLOWDOWN:.0%}",
+        "slowdown": f"{SLOWDOWN * 100:g} %",
         "drawn_from": figure([len(ratios)], "paired rounds", [null.file]),
     }
 

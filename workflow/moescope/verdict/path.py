@@ -36,7 +36,8 @@ def proof(claimed: list[str] | None, terms: dict[str, Any] | None) -> dict[str, 
     if wrong:
         why = f"its experts ran {', '.join(wrong)}, not {' or '.join(claimed)}"
         return {"claimed": claimed, "proved": False, "why": why}
-    why = _uneven(found, path)
+    # By the table of kernels a launch may have several owners, and then counts for none.
+    why = _uneven(found, path) if terms.get("method") == "ranges" else None
     if why:
         return {"claimed": claimed, "proved": False, "why": why}
     return {"claimed": claimed, "proved": True if claimed else None, "why": None}
