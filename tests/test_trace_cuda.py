@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -445,3 +446,19 @@ def test_records_that_cannot_be_worked_out_are_kept(context, monkeypatch):
         measure(here)
     kept = here.task.work / "tmp" / f"events-{here.task.key}"
     assert len(list(kept.glob("*.json.gz"))) == 14
+
+
+def test_what_is_compiled_at_first_use_is_compiled_by_one_process(context, monkeypatch):
+    real, order = Arm.decode, []
+
+    def decode(self, **given):
+        order.append(len(self.settings))
+        if not self.settings:
+            time.sleep(0.2)
+        order.append(len(self.settings))
+        return real(self, **given)
+
+    monkeypatch.setattr(Arm, "decode", decode)
+    measure(context())
+    assert order[:2] == [0, 0], "the others wait for the plain process"
+    assert {1, 2} <= set(order[2:])

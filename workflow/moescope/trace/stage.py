@@ -11,10 +11,12 @@ import importlib.util
 import io
 import json
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -226,12 +228,16 @@ def _together(context: Context, kind: Any, found: Found) -> None:
     settings = instrument.settings if instrument else {}
     with stack, Team(context, settings) as team:
         loaded = _load(team, found)
-        chores = {PLAIN: lambda worker: _first(context, worker, given, plain, found)}
+        # What is compiled at first use is compiled once and then found in MLX's cache, which
+        # several processes that compile the same at the same time would write over one another.
+        compiled = threading.Event()
+        chores = {PLAIN: lambda worker: _first(context, worker, given, plain, found, compiled)}
         if team.failed:
             _not_measured("kernels", Unready(*team.failed.values()), found)
             instrument = None
             team.close(*(name for name in team.workers if name != PLAIN))
-        chores |= instrument.chores() if instrument else {}
+        for name, chore in (instrument.chores() if instrument else {}).items():
+            chores[name] = partial(_after, compiled, chore)
         told = team.each({name: chores[name] for name in team.workers})
         if any(_is(error, "out_of_memory") for error in told.values()) and len(told) > 1:
             team.alone()
@@ -271,18 +277,30 @@ def _of_the_arm(error: WorkerError) -> WorkerError:
     return error if isinstance(error, WorkerDied) else ArmFailed(error.kind, error.message)
 
 
+def _after(compiled: threading.Event, chore: Callable[[Worker], Any], worker: Worker) -> Any:
+    compiled.wait(benches.FIRST_LIMIT_S)
+    return chore(worker)
+
+
 def _is(reply: Any, kind: str) -> bool:
     return isinstance(reply, WorkerError) and reply.kind == kind
 
 
 def _first(
-    context: Context, worker: Worker, given: dict[str, Any], plain: int, found: Found
+    context: Context,
+    worker: Worker,
+    given: dict[str, Any],
+    plain: int,
+    found: Found,
+    compiled: threading.Event,
 ) -> None:
     """First passes, which are discarded, and the decode graph."""
     try:
         worker.ask("decode", benches.FIRST_LIMIT_S, **given, tokens=plain)
     except WorkerError as refused:
         raise _of_the_arm(refused) from None
+    finally:
+        compiled.set()
     try:
         # Forced evaluation meets pieces of graphs that were never compiled.
         tokens = context.task.params["trace"]["tokens"]
