@@ -133,8 +133,7 @@ class Builder:
             first, second = static_inputs(spec, tensors, False)
             first = dict(zip(dynamic_names(spec), dynamic, strict=True)) | first
             scratch = {"scratch": mx.zeros((1,), mx.uint32)}
-            ahead = cuda.prefetch_steps(spec, plan, chosen, pair[0].blocks)
-            text = cuda.whole_block(spec, plan, pair, ahead)
+            text = cuda.whole_block(spec, plan, pair)
             texts = ((text, first | scratch | second, pair[0], f"out {kind}"),)
         halves = []
         for text, inputs, how, output in texts:

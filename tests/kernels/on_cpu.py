@@ -51,15 +51,15 @@ def block(language, name):
     assert found["finite"]
     assert found["nrms"] <= 5e-4, found
     # Copies that land as late as they may, and threads in other orders: the same bits.
-    ways = ((True, 0), (False, 7), (True, 11)) if language == "cuda" else ((False, 7),)
+    ways = ((True, 11),) if language == "cuda" else ((False, 7),)
     for late, schedule in ways:
         again = shim.block(language, spec, tensors, x, *dynamic, late=late, schedule=schedule)
         assert again["middle"] == result["middle"], (late, schedule)
         assert mx.array_equal(again["y"], result["y"]).item(), (late, schedule)
     if language == "cuda":  # both halves in one launch, its blocks waiting for each other
-        for how in ({}, {"late": True, "schedule": 5, "calls": 2}):
-            once = shim.one_launch(spec, tensors, x, *dynamic, **how)
-            assert mx.array_equal(once, result["y"]).item(), how
+        how = {"late": True, "schedule": 5, "calls": 2}
+        once = shim.one_launch(spec, tensors, x, *dynamic, **how)
+        assert mx.array_equal(once, result["y"]).item()
     return found
 
 

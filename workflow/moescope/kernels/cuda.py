@@ -94,6 +94,7 @@ def first_values(spec: Spec, plan: Cut, how: Launch, rows: int) -> dict[str, obj
         | source.middle(spec)
         | {
             "ONE_LAUNCH": 0,
+            "RANKED": int(source.ranked(spec.router)),
             "PADDED": steps(spec.hidden) * STEP,
             "STEPS": steps(spec.hidden),
             "STEPS_EACH": plan.each,
@@ -161,9 +162,9 @@ def second_half(spec: Spec, plan: Cut, how: Launch, language: str = "") -> tuple
 
 
 def whole_block(
-    spec: Spec, plan: Cut, how: tuple[Launch, Launch], ahead: int = 0, language: str = ""
+    spec: Spec, plan: Cut, how: tuple[Launch, Launch], language: str = ""
 ) -> tuple[str, str]:
-    """Header and body of the kernel that does both. ahead: steps to fetch into L2, of each row."""
+    """Header and body of the kernel that does both."""
     forms = {"gate": spec.gate, "up": spec.up, "down": spec.down}
     if spec.shared:
         forms |= {"shared_gate": spec.shared.gate, "shared_up": spec.shared.up}
@@ -172,8 +173,6 @@ def whole_block(
     values |= {
         "ONE_LAUNCH": 1,
         "GRID_BLOCKS": f"{how[0].blocks}ull",
-        "PREFETCH_ROWS": int(ahead > 0),
-        "PREFETCH_STEPS": ahead,
         "SCRATCH_HEAD": SCRATCH_HEAD,
         "MID_PLACE": place_bytes(spec),
     }
@@ -242,8 +241,7 @@ def requested(rings: int, beside: int) -> int:
 def prefetch_rows(spec: Spec, chosen: Geometry) -> int:
     """Rows of each chosen expert's down projection that the first half fetches into L2."""
     row = spec.width * spec.down.bits // 8
-    room = (8 if chosen.prefetch < 0 else chosen.prefetch) * 2**20
-    rows = room // (row * spec.router.top_k)
+    rows = chosen.prefetch * 2**20 // (row * spec.router.top_k)
     return min(spec.out, rows // 16 * 16)
 
 
@@ -322,20 +320,6 @@ def pointers(arrays: list[Any]) -> tuple[list[Any], list[Any]]:
     return whole, few
 
 
-def prefetch_steps(spec: Spec, plan: Cut, chosen: Geometry, blocks: int) -> int:
-    """Steps of each row of the second half that a warp sends to L2 before it waits for the first.
-
-    None unless told so where the ring holds all that a block has.
-    """
-    if chosen.prefetch < 0 and given_bytes(spec, plan):
-        return 0
-    if spec.width // 32 * spec.down.chunk_bytes % 16 or spec.down.chunk_bytes * 4 % 16:
-        return 0
-    row = 16 * 4 * spec.down.chunk_bytes
-    room = (8 if chosen.prefetch < 0 else chosen.prefetch) * 2**20
-    return room // (row * spec.router.top_k * plan.split * blocks)
-
-
 def build(spec: Spec, tensors: Tensors, chosen: Geometry, device: Device) -> Callable[..., Any]:
     """A callable ``run(shape, x, *dynamic) -> y`` for one block; kernels are shared by text.
 
@@ -349,8 +333,7 @@ def build(spec: Spec, tensors: Tensors, chosen: Geometry, device: Device) -> Cal
     fit = (spec, plan, chosen, device.cores, device.shared_memory)
     pair = block_launch(*fit) if launches() == 1 else None
     if pair:
-        ahead = prefetch_steps(spec, plan, chosen, pair[0].blocks)
-        return _one_launch(spec, tensors, plan, pair, ahead)
+        return _one_launch(spec, tensors, plan, pair)
     one, two = first_launch(*fit), down_launch(*fit)
     if one is None or two is None:
         raise Unsupported("the shape does not fit the shared memory")
@@ -358,11 +341,11 @@ def build(spec: Spec, tensors: Tensors, chosen: Geometry, device: Device) -> Cal
 
 
 def _one_launch(
-    spec: Spec, tensors: Tensors, plan: Cut, pair: tuple[Launch, Launch], ahead: int
+    spec: Spec, tensors: Tensors, plan: Cut, pair: tuple[Launch, Launch]
 ) -> Callable[..., Any]:
     how = pair[0]
     first, second = static_inputs(spec, tensors, False)
-    head, body = whole_block(spec, plan, pair, ahead)
+    head, body = whole_block(spec, plan, pair)
     head += "\n" + bounds(how.warps * 32, 1) + "\n"
     names = (*dynamic_names(spec), "scratch")
     whole, few = pointers([*first.values(), *second.values()])

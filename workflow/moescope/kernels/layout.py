@@ -18,6 +18,7 @@ VARIABLE = "MOESCOPE_FUSED_GEOMETRY"
 NOMINAL_CORES = 132
 IN_FLIGHT = 32  # words of weights per lane and stage: two rows' chunks of each step
 GIVEN_MOST = 32768  # bytes of the operand of a block of the second half, to be kept
+MANY_STEPS = 128  # of the second half's rows, above which more warps share them
 DOWN_WARPS = 8  # warps of the second half per block, about
 
 
@@ -25,14 +26,14 @@ DOWN_WARPS = 8  # warps of the second half per block, about
 class Geometry:
     """warps: of a block of the first half (on Metal: simdgroups of a threadgroup, 8 unless given);
     steps: of a stage (0: by format); stages: of a warp's ring (0: as many as fit); prefetch: MiB of
-    the second half's weights that the first half sends for (-1: 8 where its ring is short); cores:
+    the second half's weights that the first half sends for (two launches alone); cores:
     multiprocessors to use (0: all).
     """
 
     warps: int = 0
     steps: int = 0
     stages: int = 0
-    prefetch: int = -1
+    prefetch: int = 8
     cores: int = 0
 
 
@@ -124,7 +125,8 @@ def cut(spec: Spec) -> Cut:
     warps = split(count, count / most, 4, most)
     each = -(-count // warps)
     k, total = spec.router.top_k, steps(spec.width)
-    parts = split(total, max(1.0, DOWN_WARPS / k), max(1, 24 // k), down_most)
+    wanted = DOWN_WARPS * (1.5 if k * total > MANY_STEPS else 1)
+    parts = split(total, max(1.0, wanted / k), max(1, 24 // k), down_most)
     down_each = -(-total // parts)
     if not spec.shared:
         return Cut(warps, each, parts, down_each)
@@ -277,9 +279,10 @@ def block_launch(
     most, down_most = min(plan.each, _most(spec)[0]), min(plan.down_each, _most(spec)[1])
     if chosen.steps:
         most, down_most = min(most, chosen.steps), min(down_most, chosen.steps)
-    groups = max(1, (chosen.warps or 12) // plan.warps)
-    groups = min(groups, each, 14, 32 // plan.warps)
     given = given_bytes(spec, plan) * second
+    # Long runs want more warps; short ones, whose operand is kept, deeper rings (measured).
+    groups = max(1, (chosen.warps or (12 if given else 16)) // plan.warps)
+    groups = min(groups, each, 14, 32 // plan.warps)
     for limit in range(max(most, down_most), 0, -1):
         unit = even_batch(plan.each, min(most, limit))
         down_unit = even_batch(plan.down_each, min(down_most, limit))

@@ -224,8 +224,7 @@ def one_launch(
     scratch = mx.concatenate([mx.zeros((cuda.SCRATCH_HEAD // 4,), mx.uint32), ones])
     inputs = dict(zip(dynamic_names(spec), dynamic, strict=True))
     inputs |= {"scratch": scratch} | first | second
-    ahead = cuda.prefetch_steps(spec, plan, chosen or Geometry(), pair[0].blocks)
-    text = cuda.whole_block(spec, plan, pair, ahead, cuda.MATH)
+    text = cuda.whole_block(spec, plan, pair, cuda.MATH)
     run = compile_text("cuda", *text, inputs, f"out {spec.dtype}")
     how = (pair[0].blocks, pair[0].warps * 32, late, schedule, True)
     out = call(run, inputs, spec.out * 2, *how, calls=calls)

@@ -96,7 +96,6 @@ def router_values(router: Router, dtype: str) -> dict[str, object]:
         "ROUTER_BIAS": int(router.bias),
         "ROUTER_WEIGHED": "choice" if router.bias and router.weigh_choice else "score",
         "ROUTER_KEY_16": int(router.rounded and not router.bias),
-        "RANKED": int(ranked(router)),
         "ROUTER_HIGH": "true" if router.high else "false",
         "ROUTER_WEIGHT": WEIGHTS[router.weight],
         "ROUTER_EPSILON": number(router.epsilon),
