@@ -7,10 +7,21 @@ import os
 import tempfile
 from pathlib import Path
 
+import mlx.core as mx
+
 from moescope.errors import UserError
-from moescope.kernels import gate, layout, samples
+from moescope.kernels import cuda, gate, layout, samples
 from moescope.kernels.device import Device
-from moescope.kernels.layout import Geometry, cut, down_launch, first_launch, first_stage, tiles
+from moescope.kernels.layout import (
+    Geometry,
+    block_launch,
+    cut,
+    down_launch,
+    first_launch,
+    first_stage,
+    first_static,
+    tiles,
+)
 
 H200 = Device("cuda", "NVIDIA H200", 132, 232448, 90)
 
@@ -167,3 +178,71 @@ def check_shared_memory_is_asked_for_in_full():
         one = first_launch(spec, plan, Geometry(), 132, 232448)
         beside = layout.first_static(spec, one.warps)
         assert requested(one.ring_bytes, beside) + beside <= 232448
+
+
+def _launched(spec, launches):
+    """(kernel's name, names of its inputs, its inputs) of three calls, without a device."""
+    made = []
+
+    def kernel(name, input_names, **_):
+        def call(inputs, output_shapes, output_dtypes, **_):
+            made.append((name.rsplit("_", 1)[0], input_names, inputs))
+            return [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
+
+        return call
+
+    before = getattr(mx.fast, "cuda_kernel", None)
+    mx.fast.cuda_kernel = kernel
+    cuda._kernel.cache_clear()
+    os.environ[cuda.LAUNCHES] = launches
+    try:
+        run = cuda.build(spec, samples.tensors_of(spec), Geometry(), H200)
+        x, dynamic = samples.inputs_of(spec)
+        made.clear()
+        for _ in range(3):
+            assert run(x.shape, x, *dynamic).shape == x.shape
+    finally:
+        mx.fast.cuda_kernel = before
+        cuda._kernel.cache_clear()
+        del os.environ[cuda.LAUNCHES]
+    return made
+
+
+def check_one_launch_or_two():
+    """One takes its arrays by their addresses, two scratches in turn; two name them all."""
+    spec = samples.block(experts=4, top_k=2, hidden=512, width=128)
+    one = _launched(spec, "1")
+    assert [name for name, _, _ in one] == ["moescope_moe"] * 3
+    assert {tuple(names) for _, names, _ in one} == {("x", "logits", "scratch")}
+    scratches = [inputs[2] for _, _, inputs in one]
+    assert scratches[0] is scratches[2] and scratches[0] is not scratches[1]
+    ends = scratches[0][cuda.SCRATCH_HEAD // 4 :]
+    assert ends.size * 4 == 2 * cuda.place_bytes(spec)
+    assert mx.all(ends == 0xFFFFFFFF).item() and mx.all(scratches[0][:4] == 0).item()
+    two = _launched(spec, "2")
+    assert [name for name, _, _ in two] == ["moescope_gate_up", "moescope_down"] * 3
+    assert "gate_w" in two[0][1] and "down_w" in two[1][1]
+    # What stands for an array is a few elements at its own address.
+    assert max(a.size for _, _, inputs in two for a in inputs) <= 4096 + spec.hidden
+    try:
+        _launched(spec, "3")
+    except UserError as error:
+        assert cuda.LAUNCHES in str(error)
+    else:
+        raise AssertionError("3 launches were taken")
+
+
+def check_both_halves_fit_one_launch():
+    """Every kind of block: rings and operand within the device's memory."""
+    for name, (spec, _) in samples.cases().items():
+        plan = cut(spec)
+        for memory in (232448, 166912, 101376):
+            pair = block_launch(spec, plan, Geometry(), 132, memory)
+            if pair is None:
+                assert memory < 232448, name
+                continue
+            one, two = pair
+            fixed = first_static(spec, one.warps)
+            assert one.ring_bytes + fixed <= memory, name
+            assert one.warps == two.warps <= 32 and one.groups <= 14 and one.stages >= 2, name
+            assert one.blocks <= 132 and one.groups * plan.warps <= one.warps, name
