@@ -380,6 +380,7 @@ class Tree:
                 "first_pass": {"prefill_s": 0.9, "decode_s": 1.2},
                 "second_pass": {"prefill_s": 0.2, "decode_s": 0.3},
                 "first_use_s": 1.6,
+                "cache_before": {"files": 0, "bytes": 0},
                 "cache": {"files": 3, "bytes": 12_000},
             },
         )

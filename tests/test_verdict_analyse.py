@@ -367,6 +367,12 @@ def test_without_the_skipping_arm_in_a_round_there_is_no_gain(tmp_path):
     assert arm(found, "qwen3-moe", "lm")["against"]["gain"] is None
 
 
+def test_a_first_use_says_what_was_compiled_before(plain):
+    cold = arm(plain, "qwen3-moe", "vlm")["cold"]
+    assert (cold["kept"]["value"], cold["kept"]["unit"]) == (0, "files")
+    assert cold["first_use"]["value"] == 1.6
+
+
 def test_claims(plain):
     verdicts = {claim["name"]: claim["verdict"] for claim in plain["claims"]}
     assert verdicts == {

@@ -725,12 +725,19 @@ def _plain_count(figure: dict[str, Any] | None) -> str:
 
 def cold(record: Record) -> Table:
     rows = [
-        [code(checkpoint), code(arm), show(entry["cold"]["load"]), show(entry["cold"]["first_use"])]
+        [
+            code(checkpoint),
+            code(arm),
+            show(entry["cold"]["load"]),
+            show(entry["cold"]["kept"]),
+            show(entry["cold"]["first_use"]),
+        ]
         for checkpoint, result in record["results"].items()
         for arm, entry in result["arms"].items()
         if entry["cold"]
     ]
-    return columns(rows, ["checkpoint", "arm", "load", "first use, beyond a warm pass"], 2)
+    names = ["checkpoint", "arm", "load", "compiled and kept before"]
+    return columns(rows, [*names, "first use, beyond a warm pass"], 2)
 
 
 def rejected(record: Record) -> Table:

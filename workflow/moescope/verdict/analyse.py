@@ -303,9 +303,11 @@ class Checkpoint:
         )
         if found is None or "load_s" not in found.value:
             return None
-        load = found.value["load_s"]
+        load, before = found.value["load_s"], found.value.get("cache_before")
+        kept = figure([before["files"]], "files", [found.file]) if before else None
         return {
             "load": None if load is None else figure([load], "s", [found.file]),
+            "kept": kept,
             "first_use": figure([found.value["first_use_s"]], "s", [found.file]),
         }
 
