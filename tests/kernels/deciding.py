@@ -246,3 +246,14 @@ def check_both_halves_fit_one_launch():
             assert one.ring_bytes + fixed <= memory, name
             assert one.warps == two.warps <= 32 and one.groups <= 14 and one.stages >= 2, name
             assert one.blocks <= 132 and one.groups * plan.warps <= one.warps, name
+
+
+def check_addresses_are_stored_in_order():
+    """The PTX's stores: argument i at eight bytes times i of the last."""
+    text = cuda.addresses_ptx("name", 3)
+    assert ".entry name(.param .u64 p0, .param .u64 p1, .param .u64 p2, .param .u64 p3)" in text
+    lines = [line for line in text.splitlines() if "[p" in line or "st." in line]
+    assert lines[0] == "ld.param.u64 %rd0, [p3];"
+    for i in range(3):
+        assert lines[1 + 2 * i] == f"ld.param.u64 %rd1, [p{i}];"
+        assert lines[2 + 2 * i] == f"st.global.u64 [%rd0+{8 * i}], %rd1;"

@@ -280,6 +280,41 @@ def addresses_text(arrays: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def addresses_ptx(name: str, count: int) -> str:
+    """A kernel in PTX that writes its arguments' addresses to its last: no compiler to wait for."""
+    parameters = ", ".join(f".param .u64 p{i}" for i in range(count + 1))
+    lines = [f"ld.param.u64 %rd0, [p{count}];", "cvta.to.global.u64 %rd0, %rd0;"]
+    for i in range(count):
+        lines += [f"ld.param.u64 %rd1, [p{i}];", f"st.global.u64 [%rd0+{8 * i}], %rd1;"]
+    body = "\n".join([".reg .u64 %rd<2>;", *lines, "ret;"])
+    head = ".version 7.0\n.target sm_80\n.address_size 64\n"
+    return f"{head}.visible .entry {name}({parameters}) {{\n{body}\n}}\n"
+
+
+def addresses(arrays: list[Any]) -> Any:
+    """Where the arrays lie on the device, uint32 [2 n]: low and high words."""
+    count = len(arrays)
+    shape = {
+        "inputs": arrays,
+        "output_shapes": [(2 * count,)],
+        "output_dtypes": [mx.uint32],
+        "grid": (1, 1, 1),
+        "threadgroup": (1, 1, 1),
+    }
+    name = f"moescope_addresses_{count}"
+    try:
+        text = addresses_ptx(name, count).encode()
+        found = mx.fast.precompiled_cuda_kernel(
+            name=name, compiled_source=text, scalars=[], **shape
+        )[0]
+        mx.eval(found)
+        return found
+    except (AttributeError, RuntimeError, TypeError):  # experimental in MLX: then with its compiler
+        names = [f"a{i}" for i in range(count)]
+        body = "".join(f"((size_t*)out)[{i}] = (size_t){a};\n" for i, a in enumerate(names))
+        return _kernel("addresses", tuple(names), "out", "", body, 0)(**shape)[0]
+
+
 def scratches(spec: Spec, arrays: list[Any]) -> list[Any]:
     """A block's scratches, to be used by turns: a counter, these arrays' addresses, two places.
 
@@ -288,18 +323,7 @@ def scratches(spec: Spec, arrays: list[Any]) -> list[Any]:
     """
     if len(arrays) > SCRATCH_HEAD // 8 - 2:
         raise Unsupported(f"{len(arrays)} arrays")
-    names = [f"a{i}" for i in range(len(arrays))]
-    body = f"const void* all[] = {{{', '.join(names)}}};\n"
-    body += (
-        f"for (int i = threadIdx.x; i < {len(names)}; i += 32) ((size_t*)out)[i] = (size_t)all[i];"
-    )
-    found = _kernel("addresses", tuple(names), "out", "", body, 0)(
-        inputs=arrays,
-        output_shapes=[(2 * len(arrays),)],
-        output_dtypes=[mx.uint32],
-        grid=(32, 1, 1),
-        threadgroup=(32, 1, 1),
-    )[0]
+    found = addresses(arrays)
     rest = SCRATCH_HEAD // 4 - 4 - 2 * len(arrays)
     parts = [mx.zeros((4,), mx.uint32), found, mx.zeros((rest,), mx.uint32)]
     ones = mx.full((place_bytes(spec) // 2,), 0xFFFFFFFF, mx.uint32)
