@@ -3,6 +3,7 @@
 import itertools
 import random
 import statistics
+import threading
 from collections import Counter
 
 import pytest
@@ -16,6 +17,7 @@ from moescope.measure import guard as guards
 from moescope.measure import stage
 from moescope.measure.schedule import order, parts, processes, turns
 from moescope.measure.validity import void
+from moescope.runtimes.client import Worker
 from moescope.verdict.results import read_runs
 
 ARMS = ["ref", "null", "skip", "moe"]
@@ -171,6 +173,19 @@ def test_the_turns_are_taken_as_the_schedule_says(tmp_path, monkeypatch):
         *((arm, "more") for turn in turns(names, 2) for arm in turn),
         *((arm, "end") for arm in names),
     ]
+
+
+def test_the_processes_end_at_the_same_time(tmp_path, monkeypatch):
+    together, end = threading.Barrier(len(stages.ARMS)), Worker.close
+
+    def close(self, patient=True):
+        if patient:  # not one that is given up
+            together.wait(10)  # raises if the others are not being ended meanwhile
+        end(self, patient)
+
+    monkeypatch.setattr(Worker, "close", close)
+    measure(tmp_path, count=1)
+    assert not together.broken
 
 
 def test_tokens_are_the_same_sliced_or_not(tmp_path):

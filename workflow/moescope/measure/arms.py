@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..runtimes.client import THREAD_VARIABLES, Worker, WorkerDied, WorkerError
+from ..runtimes.client import THREAD_VARIABLES, Worker, WorkerDied, WorkerError, close_all
 from ..runtimes.environments import Interpreter
 from ..task import Task
 from . import bench as benches
@@ -57,12 +57,13 @@ class Arms:
     def started(self) -> Iterator[None]:
         """All workers loaded, at the same time, and each arm warmed up; ended afterwards."""
         with ExitStack() as stack:
+            # At the same time: a process with gigabytes on a GPU takes a while to end.
+            stack.callback(lambda: close_all(process.worker for process in self.processes))
             for index, names in enumerate(self._groups()):
                 if not any(name in self.here for name in names):
                     continue
                 process = Process(index, names, self.bench.worker(self.here_of(names)))
                 self.processes.append(process)
-                stack.callback(lambda process=process: process.worker.close())
                 try:
                     process.worker.start()
                 except WorkerError as error:
