@@ -293,6 +293,14 @@ def test_on_cuda_the_arms_warm_up_at_the_same_time(tmp_path, monkeypatch):
     with guards.Guard(stages.GUARD, []) as guard:
         journal = Journal(tmp_path / "journal", {})
         begin = time.monotonic()
+        asked, ask_all = [], benches.ask_all
+
+        def watched(workers, *rest):
+            asked.append(list(workers))
+            return ask_all(workers, *rest)
+
+        monkeypatch.setattr(benches, "ask_all", watched)
         with module.Arms(task, bench, guard, journal).started():
             together = time.monotonic() - begin
+    assert asked == [["a0"], ["a1", "a2", "a3", "a4"]], "the first compiles for the others"
     assert together < 3.0  # one after the other: 5 x 0.9 s

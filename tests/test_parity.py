@@ -194,6 +194,18 @@ def test_the_stage_compares_each_arm_with_the_reference(stage):
     assert found["none"] == {"void": "unsupported: mlx-vlm does not load it"}
 
 
+def test_the_reference_compiles_before_the_others_start(stage, monkeypatch):
+    real, asked = parity.benches.ask_all, []
+
+    def ask_all(workers, do, *rest):
+        asked.append((do, sorted(workers)))
+        return real(workers, do, *rest)
+
+    monkeypatch.setattr(parity.benches, "ask_all", ask_all)
+    stage(stages.arm("b", "null"), stages.arm("ref", "reference"), stages.arm("a", "candidate"))
+    assert [names for do, names in asked if do == "decode"] == [["ref"], ["a", "b"]]
+
+
 def test_an_arm_that_cannot_be_led_is_compared_by_its_tokens(stage):
     found = stage(stages.arm("ref", "reference"), stages.arm("cmd", "candidate", no_forced="1"))
     assert found["cmd"]["greedy"]["identical"] and found["cmd"]["forced"] is None

@@ -174,8 +174,9 @@ class Arms:
     def _warm_up(self, names: list[str]) -> None:
         """The discarded passes.
 
-        On CUDA those of different processes run at the same time: they wait for the compiler, and
-        nothing of them is kept.
+        On CUDA those of different processes run at the same time, and nothing of them is kept. The
+        first is alone: what MLX compiles, it writes to its cache in place, and others that need the
+        same kernels at the same time would read half of them.
         """
         for together in self._waves(names):
             for _ in range(self.task.params["rounds"]["warmup"]):
@@ -203,8 +204,8 @@ class Arms:
             [arm for arm in self._left(process) if arm in names and arm not in alone]
             for process in self.processes
         )
-        columns = itertools.zip_longest(*rows)
-        return [[name for name in wave if name] for wave in columns] + [[name] for name in alone]
+        waves = [[name for name in wave if name] for wave in itertools.zip_longest(*rows)]
+        return [*(waves[:1] and [waves[0][:1], waves[0][1:]]), *waves[1:], *([n] for n in alone)]
 
     # Leaving.
 

@@ -100,29 +100,29 @@ def _decode(
                 worker.wait_ready()
 
         def ask(do: str, limit_s: float, more: dict[str, Any]) -> dict[str, dict[str, Any]]:
-            """A request to all arms that are left; ``more`` has arguments by arm."""
-            replies = benches.ask_all(workers, do, limit_s, more)
+            """A request to some arms, with arguments by arm: the replies of those that are left."""
+            replies = benches.ask_all({name: workers[name] for name in more}, do, limit_s, more)
             for name, reply in replies.items():
                 if isinstance(reply, WorkerError):
                     if do == "forced" and reply.kind == "not_applicable":
                         continue
                     leave(name, reply)
-            return {
-                name: replies[name]
-                for name in workers
-                if not isinstance(replies[name], WorkerError)
-            }
+            return {n: reply for n, reply in replies.items() if not isinstance(reply, WorkerError)}
 
         ask("load", benches.LOAD_LIMIT_S, {name: bench.loading(arms[name]) for name in workers})
         given = {
             name: {"prompt": bench.prompt, "patches": arms[name].get("patches", [])}
             for name in workers
         }
-        greedy = ask(
-            "decode",
-            benches.FIRST_LIMIT_S,
-            {name: one | {"tokens": generate} for name, one in given.items()},
-        )
+        # The reference first: what MLX compiles, it writes to its cache in place, and others that
+        # need the same kernels at the same time would read half of them.
+        greedy: dict[str, Any] = {}
+        for together in (
+            [n for n in given if n == reference],
+            [n for n in given if n != reference],
+        ):
+            wanted = {name: given[name] | {"tokens": generate} for name in together}
+            greedy |= ask("decode", benches.FIRST_LIMIT_S, wanted)
         continuation = greedy[reference]["tokens"] if reference in workers else None
         forced: dict[str, Any] = {}
         if continuation is not None:
