@@ -82,6 +82,16 @@ def test_void_speeds_are_struck_out_with_the_reason(markdown, page):
     assert "<del>" in page
 
 
+def test_candidates_stand_beside_what_skipping_the_block_saves(tmp_path):
+    tree = Tree(tmp_path, kernels=True, slow={"lm": 0.75}).make()
+    tree.analyse()
+    text = (tree.record(TEMPLATES) / "record.md").read_text()
+    table = text.partition("**Candidates beside their base**")[2].partition("\n\n|")[2]
+    rows = [line for line in table.partition("\n\n")[0].splitlines() if "`lm`" in line]
+    assert [row.split("|")[1].strip() for row in rows] == ["`qwen3-moe`"]
+    assert re.search(r"\| 1\.3\d.*faster.*\| (49|50|51)\.?\d* % \(.*→", rows[0])
+
+
 def test_refusals_rejections_and_rule(markdown):
     assert "`inkling-affine` with `inkling-nvfp4`: refused" in markdown
     assert "another process used 1.4 cores during the run" in markdown

@@ -9,7 +9,11 @@ from fixture_results import CLAIMS, MOE_SHARES, Tree, read_rows, write_runs
 from moescope.errors import UserError
 from moescope.verdict import missing
 from moescope.verdict.bound import bound
+from moescope.verdict.ceiling import ceiling
+from moescope.verdict.kernels import BLOCK
 from moescope.verdict.quantities import PATTERNS, TERMS, NotMeasuredError, evaluate, exists
+from moescope.verdict.results import Found
+from moescope.verdict.statistics import figure
 
 
 def analysis(tree: Tree, claims=None) -> dict:
@@ -429,6 +433,27 @@ def test_ceilings_need_a_measured_bandwidth(plain, tmp_path):
     assert share["value"] == pytest.approx(whole["achieved"]["value"] / 12e9, rel=1e-6)
     assert share["min"] < share["value"] < share["max"]
     assert not any("bandwidth" in line for line in measured["not_measured"])
+
+
+def test_the_block_is_the_sum_of_its_terms_pass_by_pass(tmp_path):
+    found = arm(analysis(Tree(tmp_path, kernels=True).make()), "qwen3-moe", "vlm")["kernels"]
+    parts = [found["terms"][t] for t in BLOCK if t in found["terms"]]
+    assert len(parts) == len(BLOCK)
+    total = sum(part["ms"]["value"] for part in parts)
+    assert found["block"]["ms"]["value"] == pytest.approx(total, rel=0.02)
+    assert found["block"]["launches"]["unit"] == "launches/token"
+
+
+def test_a_fused_block_reads_the_shared_experts_weights_along():
+    made = Found(
+        {"bytes": {"per_token": {"total": 9, "expert_gather": 6, "shared_expert": 3}}}, "f"
+    )
+    ms = figure([1.0], "ms/token", ["g"])
+    gather, both = {"expert_gather": {"ms": ms}}, {t: {"ms": ms} for t in BLOCK}
+    size = lambda parts, fused: (  # noqa: E731
+        ceiling(made, ms, parts, None, fused)["terms"]["expert_gather"]["bytes"]["value"]
+    )
+    assert (size(gather, True), size(gather, False), size(both, True)) == (9, 6, 6)
 
 
 def test_a_kernel_trace_is_used_where_there_is_one(tmp_path):

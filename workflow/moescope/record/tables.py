@@ -597,6 +597,35 @@ def interventions(record: Record) -> Table:
     return table
 
 
+def candidates(record: Record) -> Table:
+    """Candidates beside their base arm: what they save, and their MoE blocks by kernels."""
+    rows = []
+    for checkpoint, result in record["results"].items():
+        traced = record["attribution"]["kernels"].get(checkpoint, {})
+        ceilings = record["ceilings"].get(checkpoint, {}).get("arms", {})
+        for arm, entry in result["arms"].items():
+            against = entry["against"]
+            if entry["role"] != "candidate" or not against or not against.get("gain"):
+                continue
+            row = [code(checkpoint), code(arm), _ratio(entry, against, "decode")]
+            row.append(show(against["gain"]))
+            pair = traced.get(against["base"]), traced.get(arm)
+            for path in (("launches",), ("busy_ms",), ("block", "launches"), ("block", "ms")):
+                row.append(" → ".join(show(_at(one, *path), spread=False) for one in pair))
+            read = ceilings.get(arm)
+            share = _at(read, "terms", "expert_gather", "share") if read else None
+            rows.append([*row, show(share)])
+    head = ["checkpoint", "arm", "decode ÷ base", "of what skipping the block saves"]
+    head += ["launches/token", "GPU busy ms/token", "launches of the block", "its ms/token"]
+    return columns(rows, [*head, "its experts' rate, of the read ceiling"], 2)
+
+
+def _at(value: Any, *path: str) -> Any:
+    for key in path:
+        value = value.get(key) if value else None
+    return value
+
+
 def sweeps(record: Record) -> Table:
     rows = []
     for checkpoint, sweep in record["sweep"].items():

@@ -21,6 +21,7 @@ from .results import Found, Results
 from .statistics import Figure, figure
 
 SCHEMA = "moescope/analysis/1"
+FUSED = {"fused", "fused_reference"}  # patches that leave the bytes of a token as they are
 
 
 def run(task: Task) -> None:
@@ -171,12 +172,13 @@ class Checkpoint:
         usable = parts["terms"] if parts and not parts["refused"] and not found["void"] else None
         found["ceiling"] = (
             None
-            if found["void"] or arm["patches"]
+            if found["void"] or set(arm["patches"]) - FUSED
             else ceiling(
                 self.architecture,
                 found["token_ms"],
                 usable,
                 bandwidths(self.host, self._trace(name)).get("read"),
+                fused=bool(arm["patches"]),
             )
         )
         found["bound"] = bound(found["kernels"], found["ceiling"])

@@ -28,16 +28,20 @@ def ceiling(
     token_ms: Figure | None,
     parts: dict[str, Any] | None,
     read: Figure | None,
+    fused: bool = False,
 ) -> dict[str, Any] | None:
     """Achieved bytes per second of the whole token and of each term that reads weights.
 
     architecture: architecture.json with "bytes.per_token". token_ms: the arm's time per token.
     parts: terms of its kernel trace or, without one, of its scopes. read: the bandwidth to
-    compare with, or None.
+    compare with, or None. fused: the block runs in kernels of its own, which read the shared
+    expert's weights along with the others' where it has no kernels of its own.
     """
     if architecture is None or token_ms is None:
         return None
-    per_token = architecture.value["bytes"]["per_token"]
+    per_token = dict(architecture.value["bytes"]["per_token"])
+    if fused and parts and "shared_expert" not in parts:
+        per_token["expert_gather"] += per_token.get("shared_expert", 0)
     whole = _rate(per_token["total"], token_ms, architecture.file, read)
     terms = {
         term: _rate(per_token[term], part["ms"], architecture.file, read)

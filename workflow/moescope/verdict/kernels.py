@@ -13,6 +13,7 @@ SYNCHRONISATION = "synchronisation"  # MLX's own; no term of the model's
 SYNCHRONISERS = ("event_signal_kernel", "event_wait_kernel")
 
 # terms.json's numbers that say how far the trace may be trusted, all of them shares.
+BLOCK = ("router", "expert_gather", "activation", "combine", "shared_expert")
 CHECKS = (
     "profiler_cost",
     "profiler_wall_cost",
@@ -68,6 +69,7 @@ def kernels(
         "refused": "; ".join(refused) or None,
         "method": extra.get("method"),
         "terms": parts,
+        "block": _block(extra.get("terms") or {}, files),
         "largest": max(
             (term for term in parts if term != SYNCHRONISATION),
             key=lambda term: parts[term]["share"]["value"],
@@ -168,6 +170,20 @@ def _terms(extra: dict[str, Any], files: list[str]) -> dict[str, dict[str, Figur
             "alone_ms": adopt(alone.get(name, {}).get("ms"), "ms/token", files),
         }
     return found
+
+
+def _block(terms: dict[str, Any], files: list[str]) -> dict[str, Figure] | None:
+    """The whole MoE block over the passes, router to combine with the shared expert; None if the
+    arm has none."""
+    own = [terms[name] for name in BLOCK if name in terms]
+    if not own:
+        return None
+
+    def total(what: str) -> list[float]:
+        return [sum(values) for values in zip(*(entry[what] for entry in own), strict=True)]
+
+    units = (("ms", "ms/token"), ("launches", "launches/token"))
+    return {what: figure(total(what), unit, files) for what, unit in units}
 
 
 def _of_table(table: Found) -> dict[str, dict[str, Figure | None]]:
