@@ -1,8 +1,6 @@
 """The CUDA kernels on the CPU against the float32 reference: every format, every kind of block."""
 
 import dataclasses
-import subprocess
-import sys
 
 import mlx.core as mx
 
@@ -30,17 +28,19 @@ def check_geometry_does_not_matter():
     spec = dataclasses.replace(spec, hidden=704, out=704)
     tensors = samples.tensors_of(spec)
     x, dynamic = samples.inputs_of(spec)
-    seen = set()
+    seen, ahead = set(), []
     for chosen, blocks in (
         (Geometry(prefetch=0), 3),
         (Geometry(warps=3, stages=2, prefetch=1), 5),
         (Geometry(warps=12, steps=1, stages=3, prefetch=0), 2),
         (Geometry(warps=16, steps=2, stages=5, prefetch=1), 7),
     ):
-        result = shim.block("cuda", spec, tensors, x, *dynamic, chosen=chosen, blocks=blocks)
+        how = {"chosen": chosen, "blocks": blocks}
+        ahead.append((how, shim.one_launch_later(spec, tensors, x, *dynamic, **how)))
+    for how, once in ahead:
+        result = shim.block("cuda", spec, tensors, x, *dynamic, **how)
         seen.add((result["middle"], tuple(result["y"].astype(mx.float32).tolist())))
-        once = shim.one_launch(spec, tensors, x, *dynamic, chosen=chosen, blocks=blocks)
-        assert mx.array_equal(once, result["y"]).item(), chosen
+        assert mx.array_equal(once(False, 0, 1), result["y"]).item(), how
     assert len(seen) == 1
 
 
@@ -54,19 +54,3 @@ def check_more_blocks_than_rows():
     for calls in (1, 3):
         once = shim.one_launch(spec, tensors, x, *dynamic, blocks=6, schedule=9, calls=calls)
         assert mx.array_equal(once, two["y"]).item()
-
-
-def check_a_misplaced_load_is_noticed():
-    """The shim aborts on what a GPU would fault on: so a passing run says something."""
-    code = (
-        "import mlx.core as mx\n"
-        "from moescope.kernels import shim\n"
-        "run = shim.compile_text('cuda', '', 'load16((const u8*)x + 4);',"
-        " {'x': mx.zeros((16,), mx.uint32)}, 'out uint32')\n"
-        "shim.call(run, {'x': mx.zeros((16,), mx.uint32)}, 64, 1, 32)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, timeout=60, check=False
-    )
-    assert done.returncode != 0
-    assert b"misaligned" in done.stderr

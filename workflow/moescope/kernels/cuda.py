@@ -248,6 +248,7 @@ def prefetch_rows(spec: Spec, chosen: Geometry) -> int:
 LAUNCHES = "MOESCOPE_FUSED_LAUNCHES"
 SCRATCH_HEAD = 512
 TURNS = 2
+WIDEST_LOAD = 16
 CUDA_TYPES = {
     mx.bfloat16: "__nv_bfloat16",
     mx.float16: "__half",
@@ -338,10 +339,35 @@ def pointers(arrays: list[Any]) -> tuple[list[Any], list[Any]]:
     MLX adds up the sizes of what kernels take and cuts its graphs by them, though of all experts'
     weights only a few per cent are read.
     """
+
+    def few(arrays: list[Any]) -> list[Any]:
+        return [array.reshape(-1)[:16] if array.size > 4096 else array for array in arrays]
+
     whole = [mx.contiguous(array) for array in arrays]
-    few = [array.reshape(-1)[:16] if array.size > 4096 else array for array in whole]
-    mx.eval(whole, few)
-    return whole, few
+    mx.eval(whole)
+    whole = realigned(whole, addresses(few(whole)))
+    some = few(whole)
+    mx.eval(whole, some)
+    return whole, some
+
+
+def realigned(arrays: list[Any], found: Any) -> list[Any]:
+    """The arrays, those at no multiple of 16 bytes (``found``: as ``addresses`` gives them) copied.
+
+    MLX begins an array at a multiple of 256 bytes (of 8, if it has no more than that), but a view,
+    one half of a joint gate and up for one, wherever its first element is. Kernels load up to 16
+    bytes at once of all but the few single numbers.
+    """
+    low = found.tolist()[::2]
+    return [
+        array if at % WIDEST_LOAD == 0 or array.nbytes <= 8 else _copied(array)
+        for array, at in zip(arrays, low, strict=True)
+    ]
+
+
+def _copied(array: Any) -> Any:
+    flat = array.reshape(-1)
+    return mx.concatenate([flat, flat[:1]])[: flat.size].reshape(array.shape)
 
 
 def build(spec: Spec, tensors: Tensors, chosen: Geometry, device: Device) -> Callable[..., Any]:

@@ -179,11 +179,74 @@ def cases() -> dict[str, tuple[Spec, dict[str, Any]]]:
     return found
 
 
+def shapes() -> dict[str, tuple[Spec, dict[str, Any]]]:
+    """Blocks of the checkpoints in studies/ that are of none of the shapes in ``cases``."""
+    by_bias = {"score": "softmax", "weigh_choice": True, "epsilon": 1e-20, "rounded": False}
+    lfm2 = {"experts": 32, "top_k": 4, "width": 1792}
+    six = FORMATS["affine6g64"]
+    deepseek = {
+        "form": FORMATS["mxfp4"], "experts": 256, "top_k": 6, "hidden": 4096, "width": 2048,
+        "activation": "swiglu_clamped", "limit": 10.0, "shared": Shared(2048, A4, A4, A4),
+    }  # fmt: skip
+    scores = {"score": "sqrt_softplus", "epsilon": 1e-20, "factor": 1.5}
+    token = mx.stack([mx.random.permutation(256)[:6] for _ in range(4)]).astype(mx.int32)
+    inkling = {
+        "experts": 256, "top_k": 6, "hidden": 4096, "width": 2048, "scaled": True,
+        "router": Router(256, 6, 258, score="sigmoid", bias=True, high=False,
+                         weight="logsigmoid", rounded=False, shared=2),
+    }  # fmt: skip
+    dense, fp4 = FORMATS["dense"], FORMATS["nvfp4"]
+
+    def bias(count: int) -> dict[str, Any]:
+        return {"choice_bias": mx.random.normal((count,)) * 0.1}
+
+    scales = bias(256) | {"route_factor": mx.array([8.0])}
+    return {
+        "lfm2-moe-6l": (
+            block(**lfm2, router=Router(32, 4, 32, bias=True, weight="sum", **by_bias)), bias(32)
+        ),
+        "lfm2-moe-6l, mlx-lm": (
+            block(**lfm2, router=Router(32, 4, 32, score="sigmoid", bias=True, weight="sum",
+                                        epsilon=1e-6)),
+            bias(32),
+        ),
+        "dots1-3l": (
+            block(A4, 128, 6, 4096, 1408, six, router=sigmoid_router(128, 6, factor=2.5),
+                  shared=Shared(2816, A4, A4, six)),
+            bias(128),
+        ),
+        "deepseek-v4-3l": (block(router=sigmoid_router(256, 6, **scores), **deepseek), bias(256)),
+        "deepseek-v4-3l, by token": (
+            block(router=sigmoid_router(256, 6, select="table", bias=False, **scores), **deepseek),
+            {"table": token},
+        ),
+        "gemma4-6l": (
+            block(width=704, hidden=2816, activation="geglu",
+                  router=Router(128, 8, 128, weight="softmax_loose", expert_factor=True)),
+            {"expert_factor": mx.random.randint(64, 192, (128,)).astype(mx.float32) / 128},
+        ),
+        "inkling-affine-2l": (
+            block(**inkling, shared=Shared(4096, dense, dense, dense, "router")),
+            scales | {"gate_factor": mx.random.uniform(0.5, 1.5, (256,))},
+        ),
+        "inkling-nvfp4-2l": (
+            block(fp4, **inkling, shared=Shared(4096, fp4, fp4, fp4, "router")), scales
+        ),
+        "olmoe-8l": (
+            block(experts=64, width=1024,
+                  router=Router(64, 8, 64, score="softmax", high=False)),
+            {},
+        ),
+    }  # fmt: skip
+
+
 def inputs_of(spec: Spec) -> tuple[Any, list[Any]]:
     """x, and what the kernels take after it."""
     kind = getattr(mx, spec.dtype)
     x = mx.random.normal((1, 1, spec.hidden)).astype(kind)
     dynamic = [(mx.random.normal((1, 1, spec.router.logits)) * 2).astype(kind)]
+    if spec.router.select == "table":
+        dynamic.append(mx.array([1], mx.int32))
     if spec.shared and spec.shared.weight == "gate":
         dynamic.append(mx.random.normal((1, 1, 1)).astype(kind))
     mx.eval(x, dynamic)
@@ -216,6 +279,10 @@ def routers() -> dict[str, Router]:
         "sigmoid in type, bias (lfm2)": Router(
             32, 4, 32, score="sigmoid", bias=True, weight="sum", epsilon=1e-6
         ),
+        "softmax in float32, bias (lfm2, mlx-vlm)": Router(
+            32, 4, 32, score="softmax", bias=True, weigh_choice=True, weight="sum", epsilon=1e-20,
+            rounded=False,
+        ),
         "sigmoid (dots1)": sigmoid_router(128, 6, factor=2.5),
         "sqrt softplus (deepseek_v4)": sigmoid_router(
             256, 6, score="sqrt_softplus", epsilon=1e-20, factor=1.5
@@ -223,6 +290,9 @@ def routers() -> dict[str, Router]:
         "logsigmoid (inkling)": Router(
             64, 6, 66, score="sigmoid", bias=True, high=False, weight="logsigmoid",
             rounded=False, shared=2,
+        ),
+        "softmax in float32, bias in the choice (deepseek_v4)": sigmoid_router(
+            256, 6, score="softmax", weight="score"
         ),
         "by token (deepseek_v4)": sigmoid_router(
             256, 6, select="table", score="sqrt_softplus", bias=False, epsilon=1e-20, factor=1.5

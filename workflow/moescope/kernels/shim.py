@@ -10,6 +10,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ from .spec import Spec, Tensors
 
 FOLDER = Path(__file__).parent / "shim"
 LIMIT_S = 120
+POOL = ThreadPoolExecutor(2)  # of compilers
+FLAGS = (
+    *("-std=c++17", "-O0", "-w", "-fPIC", "-ffp-contract=off"),
+    *("-fsanitize=alignment", "-fno-sanitize-recover=alignment"),
+)
 MEMORY = 227 * 1024
 TYPES = {
     mx.bfloat16: {"cuda": "__nv_bfloat16", "metal": "bfloat16_t"},
@@ -68,25 +74,29 @@ def compile_text(language: str, header: str, body: str, inputs: dict[str, Any], 
         "}",
     ]
     text = "\n".join(lines)
-    stamp = hashlib.sha256((text + _headers()).encode()).hexdigest()[:16]
+    stamp = hashlib.sha256((text + _headers() + " ".join(FLAGS)).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"moescope-shim-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{stamp}.so"
     if not library.exists():
-        made = folder / f"{stamp}.{os.getpid()}.so"
-        command = ["g++", "-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-ffp-contract=off"]
-        done = subprocess.run(
-            [*command, f"-I{FOLDER}", "-x", "c++", "-", "-o", str(made)],
-            input=text,
-            text=True,
-            capture_output=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"the shim does not compile:\n{done.stderr[:4000]}")
-        made.replace(library)
+        fresh = folder / f"{stamp}.{os.getpid()}"
+        code = folder / f"{stamp}.cc"  # stays: what is misaligned is reported by its lines
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(code)
+        made, half = f"{fresh}.so", f"{fresh}.o"
+        _compiler(*FLAGS, f"-I{FOLDER}", "-c", str(code), "-o", half)
+        _compiler("-shared", half, "-o", made)  # apart: else it wants the checks' own library
+        Path(half).unlink()
+        Path(made).replace(library)
     return ctypes.CDLL(str(library)).run
+
+
+def _compiler(*arguments: str) -> None:
+    done = subprocess.run(
+        ["g++", *arguments], text=True, capture_output=True, timeout=LIMIT_S, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"the shim does not compile:\n{done.stderr[:4000]}")
 
 
 def _headers() -> str:
@@ -103,20 +113,22 @@ def call(
     schedule: int = 0,
     together: bool = False,
     calls: int = 1,
+    shifted: tuple[str, ...] = (),
 ) -> bytearray:
     """Run a compiled kernel over bytes of the inputs; the output's bytes start as 0xff.
 
     late: asynchronous copies land when they are waited for (else at once); schedule: 0 for threads
     in turn, else the seed of a random order in which some stay behind; together: all blocks at
-    once (they wait for each other), else one after the other.
+    once (they wait for each other), else one after the other; shifted: inputs that begin one
+    element past where an array of their own would (multiples of 16 bytes, and no more).
     """
     buffers = []
-    for array in inputs.values():
+    for name, array in inputs.items():
         flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
         mx.eval(flat)
         data = bytes(memoryview(flat))
         holder = (ctypes.c_char * (len(data) + 64))()
-        at = -ctypes.addressof(holder) % 32
+        at = (16 - ctypes.addressof(holder)) % 32 + (array.itemsize if name in shifted else 0)
         ctypes.memmove(ctypes.addressof(holder) + at, data, len(data))
         buffers.append((holder, ctypes.addressof(holder) + at))
     pointers = (ctypes.c_void_p * len(buffers))(*(address for _, address in buffers))
@@ -144,11 +156,12 @@ def block(
     whole: bool = True,
     late: bool = False,
     schedule: int = 0,
+    shifted: bool = False,
 ) -> dict[str, Any]:
     """Both halves of a block on the CPU: {"y" [out], "chosen", "weights", "middle": bytes}.
 
     dynamic: the inputs that ``dynamic_names`` lists; blocks: on CUDA; whole: the second half too;
-    late, schedule: see ``call``.
+    late, schedule: see ``call``; shifted: the dynamic inputs are.
     """
     check(spec)
     chosen = chosen or Geometry(prefetch=0)
@@ -185,10 +198,9 @@ def block(
     texts = [(*halves[0], first, f"middle {kind}")]
     if whole:
         texts.append((*halves[1], {"middle": middle_type} | second, f"out {spec.dtype}"))
-    with ThreadPoolExecutor(2) as pool:
-        runs = list(pool.map(lambda text: compile_text(language, *text), texts))
-    run = runs[0]
-    middle = call(run, first, size, *launches[0], late, schedule)
+    runs = [f.result() for f in [POOL.submit(compile_text, language, *text) for text in texts]]
+    views = tuple(dynamic_names(spec)) if shifted else ()
+    middle = call(runs[0], first, size, *launches[0], late, schedule, shifted=views)
     k = spec.router.top_k
     found = {
         "chosen": array_of(middle[offsets[0] : offsets[0] + 4 * k], mx.uint32),
@@ -216,6 +228,20 @@ def one_launch(
 
     calls: how often, over one counter; the last call's output.
     """
+    return one_launch_later(spec, tensors, *dynamic, chosen=chosen, blocks=blocks)(
+        late, schedule, calls
+    )
+
+
+def one_launch_later(
+    spec: Spec,
+    tensors: Tensors,
+    *dynamic: Any,
+    chosen: Geometry | None = None,
+    blocks: int = 3,
+    shifted: bool = False,
+) -> Callable[[bool, int, int], Any]:
+    """``one_launch`` as a function (late, schedule, calls); the compiler begins at once, beside."""
     check(spec)
     plan = cut(spec)
     pair = block_launch(spec, plan, chosen or Geometry(), blocks, MEMORY)
@@ -225,7 +251,13 @@ def one_launch(
     inputs = dict(zip(dynamic_names(spec), dynamic, strict=True))
     inputs |= {"scratch": scratch} | first | second
     text = cuda.whole_block(spec, plan, pair, cuda.MATH)
-    run = compile_text("cuda", *text, inputs, f"out {spec.dtype}")
-    how = (pair[0].blocks, pair[0].warps * 32, late, schedule, True)
-    out = call(run, inputs, spec.out * 2, *how, calls=calls)
-    return array_of(out, getattr(mx, spec.dtype))
+    compiled = POOL.submit(compile_text, "cuda", *text, inputs, f"out {spec.dtype}")
+
+    views = tuple(dynamic_names(spec)) if shifted else ()
+
+    def run(late: bool, schedule: int, calls: int) -> Any:
+        how = (pair[0].blocks, pair[0].warps * 32, late, schedule, True, calls, views)
+        out = call(compiled.result(), inputs, spec.out * 2, *how)
+        return array_of(out, getattr(mx, spec.dtype))
+
+    return run

@@ -14,10 +14,10 @@ struct Place { int x; };
 #define threadIdx Place{lanes::thread()}
 #define blockIdx Place{lanes::block.index}
 #define gridDim Place{lanes::block.blocks}
-struct uint4 { u32 x, y, z, w; };
-struct uint2 { u32 x, y; };
-struct float4 { float x, y, z, w; };
-struct float2 { float x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct __nv_bfloat16 { u16 bits; };
 struct __half { u16 bits; };
@@ -54,38 +54,44 @@ inline u32 round_half(float v) { return lanes::to_half(v); }
 inline float to_float(__nv_bfloat16 v) { return as_float((u32)v.bits << 16); }
 inline float to_float(__half v) { return half_to_float(v.bits); }
 inline float to_float(float v) { return v; }
-template <class T> inline T read(const void* p) {
-  if ((uintptr_t)p % (sizeof(T) < 16 ? sizeof(T) : 16)) {
-    fprintf(stderr, "a load of %zu bytes at a misaligned address\n", sizeof(T));
-    abort();
-  }
+// Where a call of these stands: what is misaligned is reported there.
+#define HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+template <class T> inline T read(const void* p, const char* file, int line) {
+  lanes::aligned(p, sizeof(T), "a load", file, line);
   T v;
   memcpy(&v, p, sizeof v);
   return v;
 }
-inline uint4 load16(const void* p) { return read<uint4>(p); }
-inline uint2 load8(const void* p) { return read<uint2>(p); }
-inline u32 load4(const void* p) { return read<u32>(p); }
-inline u32 load2(const void* p) { return read<u16>(p); }
-inline u32 load1(const void* p) { return read<u8>(p); }
-inline void copy16(void* to, const void* from, bool here) { lanes::copy(to, from, 16, here); }
-inline void copy8(void* to, const void* from, bool here) { lanes::copy(to, from, 8, here); }
-inline void copy4(void* to, const void* from, bool here) { lanes::copy(to, from, 4, here); }
+inline uint4 load16(const void* p, HERE) { return read<uint4>(p, file, line); }
+inline uint2 load8(const void* p, HERE) { return read<uint2>(p, file, line); }
+inline u32 load4(const void* p, HERE) { return read<u32>(p, file, line); }
+inline u32 load2(const void* p, HERE) { return read<u16>(p, file, line); }
+inline u32 load1(const void* p, HERE) { return read<u8>(p, file, line); }
+inline void copy16(void* to, const void* from, bool here, HERE) { lanes::copy(to, from, 16, here, file, line); }
+inline void copy8(void* to, const void* from, bool here, HERE) { lanes::copy(to, from, 8, here, file, line); }
+inline void copy4(void* to, const void* from, bool here, HERE) { lanes::copy(to, from, 4, here, file, line); }
 inline void commit_copies() { lanes::commit_copies(); }
 template <int N> inline void wait_copies() { lanes::wait_copies(N); }
 #define DYNAMIC_SHARED(name) alignas(128) static thread_local u8 name[232448]
 #define ABSENT 0xffffffffu
-using lanes::hand_over;
-using lanes::ticket;
-inline uint4 load16_handed(const void* p) {
-  read<uint4>(p);
+inline void hand_over(void* p, u32 v, HERE) {
+  lanes::aligned(p, 4, "a store", file, line);
+  lanes::hand_over(p, v);
+}
+inline u64 ticket(const void* p, HERE) {
+  lanes::aligned(p, 8, "a counter", file, line);
+  return lanes::ticket(p);
+}
+inline uint4 load16_handed(const void* p, HERE) {
+  lanes::aligned(p, 16, "a load", file, line);
   const u32* w = (const u32*)p;
   return {lanes::handed(w), lanes::handed(w + 1), lanes::handed(w + 2), lanes::handed(w + 3)};
 }
 inline bool warp_all(bool v) { return warp_min(v) != 0; }
 inline void patience(u32 turn, u64&) { lanes::patience(turn); }
-inline void prefetch_l2(const void* p, u32 bytes) {
-  if ((uintptr_t)p % 16 || bytes % 16) abort();
+inline void prefetch_l2(const void* p, u32 bytes, HERE) {
+  lanes::aligned(p, 16, "a prefetch", file, line);
+  lanes::aligned((const void*)(uintptr_t)bytes, 16, "a prefetch's size", file, line);
 }
 inline void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   const u32 given[6] = {a0, a1, a2, a3, b0, b1};

@@ -3,10 +3,13 @@
 // says nothing about memory order between threads or about speed. Blocks that wait for each other
 // are CPU threads, and what a block shares is each CPU thread's own.
 #pragma once
-// Plain C headers: the standard library's would take longer to compile than all the rest.
+// Plain C headers: the standard library's would take longer to compile than all the rest (libstdc++'s
+// wrappers of these pull it in, unless told not to).
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -34,8 +37,19 @@ struct Copy {  // asked for, perhaps not yet done
   bool here;
 };
 
+// A device faults at what lies askew, so the shim does: at every access by its type (the compiler's
+// alignment checks, which call the function at the end of this file), and at every copy by its size.
+inline void aligned(const void* p, int bytes, const char* what, const char* file, int line) {
+  if ((uintptr_t)p % bytes == 0) return;
+  fprintf(stderr, "%s:%d: %s of %d bytes at a misaligned address, %d past a multiple\n", file, line, what,
+          bytes, int((uintptr_t)p % bytes));
+  abort();
+}
+
 struct Fiber {
   ucontext_t context;
+  jmp_buf at;
+  bool begun;
   Copy* copies;
   int asked, done_copies, group;
   char* stack;
@@ -49,7 +63,7 @@ struct Block {
   Fiber fibers[MOST];
   Exchange warps[MOST / WARP];
   Meeting all, named[16];
-  ucontext_t home;
+  jmp_buf home;
   Fiber* now;
   void (*body)();
   long switches;
@@ -64,11 +78,9 @@ inline void perform(const Copy& c) {
   if (c.here) memcpy(c.to, c.from, c.bytes);
   else memset(c.to, 0, c.bytes);
 }
-inline void copy(void* to, const void* from, int bytes, bool here) {
-  if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) {
-    fprintf(stderr, "a copy of %d bytes at a misaligned address\n", bytes);
-    abort();
-  }
+inline void copy(void* to, const void* from, int bytes, bool here, const char* file, int line) {
+  aligned(to, bytes, "a copy to shared memory", file, line);
+  aligned(from, bytes, "a copy from global memory", file, line);
   Fiber& f = *block.now;
   const Copy c = {to, from, bytes, f.group, here};
   if (!block.late) return perform(c);
@@ -96,7 +108,7 @@ inline void patience(unsigned turn) {
 
 inline void yield() {
   if (++block.switches > 2000000000L) abort();
-  swapcontext(&block.now->context, &block.home);
+  if (!_setjmp(block.now->at)) _longjmp(block.home, 1);
 }
 
 inline void meet(Meeting& m, int count) {
@@ -124,7 +136,15 @@ inline const uint32_t (*show(const uint32_t* given, int words))[16] {
 inline void enter() {
   block.body();
   block.now->done = true;
-  swapcontext(&block.now->context, &block.home);
+  _longjmp(block.home, 1);
+}
+// On with a fiber until it yields. Jumps, not contexts: those call the system at each switch.
+inline void resume(Fiber& f) {
+  block.now = &f;
+  if (_setjmp(block.home)) return;
+  if (f.begun) _longjmp(f.at, 1);
+  f.begun = true;
+  setcontext(&f.context);
 }
 
 inline void run_block(int index, int blocks, int threads, void (*body)()) {
@@ -142,7 +162,7 @@ inline void run_block(int index, int blocks, int threads, void (*body)()) {
     if (!f.stack) f.stack = (char*)malloc(STACK);
     f.thread = t;
     f.turn = 0;
-    f.done = false;
+    f.done = f.begun = false;
     f.asked = f.done_copies = f.group = 0;
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = f.stack;
@@ -165,8 +185,7 @@ inline void run_block(int index, int blocks, int threads, void (*body)()) {
         left = 1;
         continue;
       }
-      block.now = &f;
-      swapcontext(&block.home, &f.context);
+      resume(f);
       left |= !f.done;
     }
   }
@@ -246,3 +265,18 @@ inline T fold(T v, F f) {  // butterflies from 16 down, so that every lane has t
 }
 
 }  // namespace lanes
+
+// What the compiler's alignment checks call (-fsanitize=alignment), in place of its own library.
+struct Misaligned {
+  const char* file;
+  uint32_t line, column;
+  const struct { uint16_t kind, info; char name[1]; }* type;
+  unsigned char log_alignment, kind;
+};
+extern "C" __attribute__((used, visibility("hidden"))) void __ubsan_handle_type_mismatch_v1_abort(
+    Misaligned* at, uintptr_t address) {
+  char what[200];
+  snprintf(what, sizeof what, "an access as %s,", at->type->name);
+  lanes::aligned((const void*)address, 1 << at->log_alignment, what, at->file, at->line);
+  abort();
+}

@@ -17,13 +17,23 @@ constexpr int aligned_to(int bytes) {
   return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : bytes % 2 == 0 ? 2 : 1;
 }
 constexpr int least(int a, int b) { return a < b ? a : b; }
+// Two-byte elements of what the caller hands over, which may be a view and begin at any of them.
+FN uint4 load16_of_any(const void* p) {
+  if ((u64(p) & 15u) == 0) return load16(p);
+  u32 w[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    w[i] = load2((const u8*)p + 4 * i) | load2((const u8*)p + 4 * i + 2) << 16;
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
 // A row's stride in a stage, such that a warp's reads meet in no bank.
 constexpr int strided(int bytes, int chunk) {
   return (bytes + 127) / 128 * 128 + (chunk == 16 ? bytes % 128 == 64 ? -64 : 64 : 16);
 }
 
-// Eight rows of one projection, U steps of each: how they lie in a stage.
-template <class P, int D, int U>
+// Eight rows of one projection, U steps of each: how they lie in a stage. Warps that share a row begin
+// multiples of APART steps into it, so that a piece of scales is no wider than that is aligned.
+template <class P, int D, int U, int APART = 0>
 struct Panel {
   static constexpr int CHUNK = P::W::WORDS * 4;
   static constexpr int WIDE = U * 4 * CHUNK;
@@ -34,7 +44,9 @@ struct Panel {
   static constexpr int COUNT = P::SCALE == 0 ? 0 : (U * 128 + P::GROUP - 1) / P::GROUP;
   static constexpr int SCALES = COUNT * EACH;
   static constexpr int SCALE_ROW = P::SCALE == 0 ? 16 : D / P::GROUP * EACH;
-  static constexpr int SCALE_PIECE = SCALES == 0 ? 16 : least(aligned_to(SCALE_ROW), aligned_to(SCALES));
+  static constexpr int SCALE_PIECE =
+      SCALES == 0 ? 16
+                  : least(least(aligned_to(SCALE_ROW), aligned_to(SCALES)), aligned_to(APART * 128 / P::GROUP * EACH));
   static constexpr int SCALE_STRIDE = (SCALES + 15) / 16 * 16;
   static constexpr int AT_SCALES = 8 * STRIDE;
   static constexpr int AT_BIASES = AT_SCALES + 8 * SCALE_STRIDE;
@@ -136,11 +148,11 @@ struct Rows {  // where the eight rows of a panel begin: weights, scales, biases
         (const u8*)name##_b + (row) * PANEL::SCALE_ROW                                \
   }
 
-// One stage: A's and B's panels.
-template <class A, class B, int D, int U>
+// One stage: A's and B's panels. Where its parts lie does not depend on APART.
+template <class A, class B, int D, int U, int APART = 0>
 struct Stage {
-  typedef Panel<A, D, U> PA;
-  typedef Panel<B, D, U> PB;
+  typedef Panel<A, D, U, APART> PA;
+  typedef Panel<B, D, U, APART> PB;
   static constexpr int AT_B = PA::SIZE;
   static constexpr int SIZE = (AT_B + PB::SIZE + 127) / 128 * 128;
   // Where both have scales and biases of one layout, a lane's piece may be of any of the four.

@@ -1,30 +1,31 @@
 // Softmax of one row as this backend's own kernel computes it, so that what rounds to a tie there
-// rounds to a tie here: eight values a lane, a running maximum, butterflies from 16 down.
+// rounds to a tie here: 16 bytes of values a lane (READS: 8, or 4 in float32), a running maximum,
+// butterflies from 16 down.
 #define SOFTMAX_IN_REGISTERS 1
-template <int N, class T>
-FN void softmax_registers(const T* in, float (&p)[(N + 255) / 256 * 8]) {
-  constexpr int BLOCKS = (N + 255) / 256;
+template <int N, int READS, class T>
+FN void softmax_registers(const T* in, float (&p)[(N + 32 * READS - 1) / (32 * READS) * READS]) {
+  constexpr int BLOCKS = (N + 32 * READS - 1) / (32 * READS);
   float top[BLOCKS], sum[BLOCKS], all = -INFINITY;
   const int lane = lane_id();
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
-    float* v = p + b * 8;
-    const int first = b * 256 + lane * 8;
-    if (N % 8 == 0 && sizeof(T) == 2) {
-      const uint4 t = first < N ? load16(in + first) : make_uint4(0u, 0u, 0u, 0u);
+    float* v = p + b * READS;
+    const int first = (b * 32 + lane) * READS;
+    if (READS == 8 && N % 8 == 0 && sizeof(T) == 2) {
+      const uint4 t = first < N ? load16_of_any(in + first) : make_uint4(0u, 0u, 0u, 0u);
       float f[8];
       to_floats(t, f);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = first < N ? f[i] : -INFINITY;
+      for (int i = 0; i < READS; ++i) v[i] = first < N ? f[i] : -INFINITY;
     } else {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = first + i < N ? to_float(in[first + i]) : -INFINITY;
+      for (int i = 0; i < READS; ++i) v[i] = first + i < N ? to_float(in[first + i]) : -INFINITY;
     }
     float m = -3.402823466e+38f, s = 0.f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) m = fmaxf(m, v[i]);
+    for (int i = 0; i < READS; ++i) m = fmaxf(m, v[i]);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) s = s + fast_exp(v[i] - m);
+    for (int i = 0; i < READS; ++i) s = s + fast_exp(v[i] - m);
     const float before = m;
 #pragma unroll
     for (int d = 16; d > 0; d >>= 1) m = fmaxf(m, shuffle_xor(m, d));
@@ -40,5 +41,5 @@ FN void softmax_registers(const T* in, float (&p)[(N + 255) / 256 * 8]) {
   for (int b = 0; b < BLOCKS; ++b) s = s + sum[b] * fast_exp(top[b] - all);
   s = 1.f / s;
 #pragma unroll
-  for (int i = 0; i < BLOCKS * 8; ++i) p[i] = fast_exp(p[i] - all) * s;
+  for (int i = 0; i < BLOCKS * READS; ++i) p[i] = fast_exp(p[i] - all) * s;
 }
