@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -59,8 +60,9 @@ def _table(entries):
 def check_crossover_is_measured_or_carried():
     """Exact device and MLX: as recorded. Anything else: the nearest, marked as carried."""
     entry = {"device": "NVIDIA H200", "language": "cuda", "mlx": "0.32.4", "max_width": 5000,
-             "kind": "measured", "source": "record a"}  # fmt: skip
-    other = entry | {"mlx": "0.31.0", "max_width": 3000, "source": "record b"}
+             "about": {"kind": "measured", "source": "record a"}}  # fmt: skip
+    other = entry | {"mlx": "0.31.0", "max_width": 3000}
+    other["about"] = {"kind": "measured", "source": "record b"}
     table = _table([other, entry])
     found = gate.crossover(H200, "0.32.4", table)
     assert (found.max_width, found.kind, found.source) == (5000, "measured", "record a")
@@ -78,11 +80,13 @@ def check_committed_table():
     """Every entry says where it comes from; a measured one names its record."""
     data = json.loads(gate.TABLE.read_text())
     for entry in data["entries"]:
-        assert entry["kind"] in ("measured", "carried")
+        about = entry["about"]
+        assert set(entry) == {"device", "language", "mlx", "max_width", "about"}
+        assert about["kind"] in ("measured", "carried")
         assert entry["language"] in ("cuda", "metal")
-        assert entry["source"] and entry["max_width"] > 0
-        if entry["kind"] == "measured":
-            assert "record" in entry["source"]
+        assert about["source"] and entry["max_width"] > 0
+        if about["kind"] == "measured":
+            assert "record" in about["source"]
 
 
 def check_variables():
@@ -257,3 +261,27 @@ def check_addresses_are_stored_in_order():
     for i in range(3):
         assert lines[1 + 2 * i] == f"ld.param.u64 %rd1, [p{i}];"
         assert lines[2 + 2 * i] == f"st.global.u64 [%rd0+{8 * i}], %rd1;"
+
+
+def check_studies_shapes_are_samples():
+    """The experts of every checkpoint of studies/ are among the blocks that a GPU checks."""
+    studies = Path(__file__).parents[2] / "studies" / "checkpoints"
+    blocks = (samples.cases() | samples.shapes()).values()
+    known = {(s.router.experts, s.router.top_k, s.hidden, s.width) for s, _ in blocks}
+    keys = (
+        ("num_experts", "n_routed_experts", "num_local_experts"),
+        ("num_experts_per_tok", "top_k_experts"),
+        ("hidden_size",),
+        ("moe_intermediate_size", "intermediate_size"),
+    )
+    seen = 0
+    for file in sorted(studies.glob("*.yaml")):
+        text = file.read_text()
+        found = [
+            next((int(m[1]) for k in each if (m := re.search(rf"^ +{k}: (\d+)", text, re.M))), 0)
+            for each in keys
+        ]
+        if found[0]:
+            assert tuple(found) in known, (file.name, found)
+            seen += 1
+    assert seen >= 11

@@ -1,19 +1,25 @@
 """The CUDA kernels on their device: against the reference, MLX's router, and themselves again."""
 
+import dataclasses
 import os
 
 import mlx.core as mx
 
 from kernels import Skip
 from moescope.kernels import cuda, device, reference, samples
+from moescope.kernels.common import dynamic_names
 from moescope.kernels.layout import Geometry
 from moescope.kernels.router import route
 
 CASES = {
-    "check_block": list(samples.cases()),
-    "check_geometries": ["affine4g64", "gpt_oss", "deepseek_v4"],
+    "check_block": [*samples.shapes(), *samples.cases()],
+    "check_geometries": ["lfm2-moe-6l", "affine4g64", "gpt_oss", "deepseek_v4"],
     "check_router": [n for n, r in samples.routers().items() if r.select != "table"],
 }
+
+
+def _case(name):
+    return (samples.shapes() | samples.cases())[name]
 
 
 def _built(spec, tensors, chosen=None, launches=1):
@@ -28,7 +34,7 @@ def check_block(name):
     """Parity, router included, at the family's own shape; the same bits under churn, and by two
     launches."""
     mx.random.seed(21)
-    spec, arrays = samples.cases()[name]
+    spec, arrays = _case(name)
     if device.current() is None:
         raise Skip("no CUDA device")
     tensors = samples.tensors_of(spec, arrays)
@@ -37,8 +43,8 @@ def check_block(name):
     for _ in range(3):
         x, dynamic = samples.inputs_of(spec)
         y = run(x.shape, x, *dynamic)
-        given = {"shared_logit": dynamic[1]} if len(dynamic) > 1 else {}
-        exact = reference.block(spec, tensors, x, dynamic[0], **given)
+        names = ("logits", *dynamic_names(spec)[2:])
+        exact = reference.block(spec, tensors, x, **dict(zip(names, dynamic, strict=True)))
         found = samples.distance(y, exact)
         assert found["finite"]
         worst = {k: max(worst[k], found[k]) for k in worst}
@@ -51,10 +57,38 @@ def check_block(name):
     return worst
 
 
+def check_views():
+    """Weights and inputs that begin at an element of a larger buffer: the same bits."""
+    mx.random.seed(25)
+    if device.current() is None:
+        raise Skip("no CUDA device")
+
+    def view(array):
+        flat = array.reshape(-1)
+        return mx.concatenate([flat[:1], flat])[1:].reshape(array.shape)
+
+    spec = samples.block(experts=16, width=1792, top_k=4)
+    tensors = samples.tensors_of(spec)
+    moved = {
+        part: dataclasses.replace(
+            old, **{n: view(getattr(old, n)) for n in ("weight", "scales", "biases")}
+        )
+        for part in ("gate", "up", "down")
+        if (old := getattr(tensors, part))
+    }
+    x, dynamic = samples.inputs_of(spec)
+    views = [view(x), *map(view, dynamic)]
+    mx.eval(views, [p.weight for p in moved.values()])
+    for launches in (1, 2):
+        y = _built(spec, tensors, launches=launches)(x.shape, x, *dynamic)
+        other = _built(spec, dataclasses.replace(tensors, **moved), launches=launches)
+        assert mx.array_equal(y, other(x.shape, *views)).item(), launches
+
+
 def check_geometries(name):
     """The same bits over the range of the geometry."""
     mx.random.seed(22)
-    spec, arrays = samples.cases()[name]
+    spec, arrays = _case(name)
     if device.current() is None:
         raise Skip("no CUDA device")
     tensors = samples.tensors_of(spec, arrays)

@@ -62,8 +62,8 @@ def crossover(device: Device, mlx: str, table: Path = TABLE) -> Crossover:
 
     best = max(entries, key=near)
     same = best["device"] == device.name and best["mlx"] == mlx
-    kind = best["kind"] if same else "carried"
-    source = best["source"]
+    kind = best["about"]["kind"] if same else "carried"
+    source = best["about"]["source"]
     if not same:
         source += f" (for {best['device']}, MLX {best['mlx']})"
     return Crossover(int(best["max_width"]), kind, source)

@@ -189,7 +189,7 @@ def shapes() -> dict[str, tuple[Spec, dict[str, Any]]]:
         "activation": "swiglu_clamped", "limit": 10.0, "shared": Shared(2048, A4, A4, A4),
     }  # fmt: skip
     scores = {"score": "sqrt_softplus", "epsilon": 1e-20, "factor": 1.5}
-    token = mx.stack([mx.random.permutation(256)[:6] for _ in range(4)]).astype(mx.int32)
+    table = mx.stack([mx.random.permutation(256)[:6] for _ in range(4)]).astype(mx.int32)
     inkling = {
         "experts": 256, "top_k": 6, "hidden": 4096, "width": 2048, "scaled": True,
         "router": Router(256, 6, 258, score="sigmoid", bias=True, high=False,
@@ -218,7 +218,7 @@ def shapes() -> dict[str, tuple[Spec, dict[str, Any]]]:
         "deepseek-v4-3l": (block(router=sigmoid_router(256, 6, **scores), **deepseek), bias(256)),
         "deepseek-v4-3l, by token": (
             block(router=sigmoid_router(256, 6, select="table", bias=False, **scores), **deepseek),
-            {"table": token},
+            {"table": table},
         ),
         "gemma4-6l": (
             block(width=704, hidden=2816, activation="geglu",
