@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from moescope.errors import UserError
-from moescope.kernels import fuse, probe, unfuse
+from moescope.kernels import fuse, probe, samples, unfuse
 from moescope.kernels.families import BLOCKS
 
 CONFIGS = json.loads(os.environ["MOESCOPE_TINY"]) if "MOESCOPE_TINY" in os.environ else {}
@@ -69,6 +69,14 @@ def decode(package, model, count=4):
     return [int(token) for token, _ in steps][:count]
 
 
+def _ways(router):
+    """Which parts of the kernels' text choose, and which weigh; sizes apart."""
+    names = ("select", "score", "bias", "high", "rounded")
+    yield "choose", *(getattr(router, name) for name in names)
+    names = ("weight", "weigh_choice", "rounded", "expert_factor")
+    yield "weigh", *(getattr(router, name) for name in names), router.shared > 0
+
+
 def check_family(text):
     """In float32: all blocks fused, each call the same to float32's own error; taken back."""
     package, family = text.split()
@@ -83,6 +91,10 @@ def check_family(text):
     finally:
         del os.environ["MOESCOPE_FUSED_PARITY"]
     assert report.fused and not report.left, str(report)
+    tried = {way for router in samples.routers().values() for way in _ways(router)}
+    for block in report.fused:
+        untried = set(_ways(block.spec.router)) - tried
+        assert block.spec.router.select == "given" or not untried, untried
     assert [name for name, _ in tree_flatten(model.parameters())] == names
     for path, module in model.named_modules():
         assert isinstance(module, before[path])
