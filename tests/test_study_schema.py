@@ -193,3 +193,90 @@ def test_whole_runs_leave_no_word_and_slices_have_a_limit(config, root):
     config["rounds"]["slices"] = 13
     assert "rounds.slices: 13 slices of 24 tokens" in complaint(config, root)
     assert "12 are the most" in complaint(config, root)
+
+
+@pytest.mark.parametrize(
+    ("patch", "allowed"),
+    [
+        ("skip_expert", "skip_experts, skip_router, "),
+        ("delay_norm=3ms", "delay_router=Nms"),
+        ("top_k", "it is top_k=N"),
+        ("top_k=two", "it is top_k=N"),
+        ("skip_experts=1", "it is skip_experts"),
+        ("delay_step=3", "it is delay_step=Nms"),
+    ],
+)
+def test_a_patch_that_the_worker_would_refuse_is_refused_before(config, root, patch, allowed):
+    config["arms"]["skip-experts"]["patches"] = [patch]
+    text = complaint(config, root)
+    assert text.startswith(f"config.yaml: arms.skip-experts.patches: {patch!r} is n")
+    assert allowed in text and "\n" not in text
+
+
+def test_patches_of_every_kind_are_accepted(config, root):
+    patches = ["fused", "split_gather=4", "delay_step=0.5ms", "spin_router=30us"]
+    config["arms"]["skip-experts"]["patches"] = patches
+    assert load(config, "config.yaml", root).arms["skip-experts"].patches == patches
+
+
+def test_a_command_has_no_patches(config, root):
+    source = {"kind": "python", "package": "mlx-lm", "env": "mlx-lm-0.32.2"}
+    config["runtimes"]["tool"] = {
+        "kind": "command",
+        "preset": "mlx_lm.benchmark",
+        "source": source,
+    }
+    config["arms"]["tool"] = {"runtime": "tool", "role": "intervention", "patches": ["skip_moe"]}
+    assert "arms.tool.patches: tool is a command" in complaint(config, root)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        (("guard",), "idle_s"),
+        (("claims", 0, "all", 0), "than"),
+        (("checkpoints", "qwen3-moe", "source", "config"), "rope_theta"),
+    ],
+)
+def test_numbers_are_finite(config, root, path, key, value):
+    place = config
+    for part in path:
+        place = place[part]
+    place[key] = value
+    text = complaint(config, root)
+    assert f"{key}: {value} is not allowed; it must be a finite number" in text
+
+
+@pytest.mark.parametrize("experts", [3, {"qwen3-moe": 3}, [3]])
+def test_experts_of_another_type_are_one_line(config, root, experts):
+    config["arms"]["vlm"]["experts"] = experts
+    text = complaint(config, root)
+    assert text.startswith("config.yaml: arms.vlm.experts: must be a pattern") and "\n" not in text
+
+
+@pytest.mark.parametrize("key", ["rounds", "machine", "arms"])
+def test_a_list_for_a_mapping_is_said_in_words(config, root, key):
+    config[key] = ["qwen3-moe"]
+    assert complaint(config, root) == (
+        f"config.yaml: {key}: list is not allowed; it must be a mapping of keys to values"
+    )
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a" * 5000])
+def test_a_name_that_no_file_can_have_is_no_file(config, root, name):
+    config["checkpoints"]["qwen3-moe"] = name
+    assert "is no file; give a path" in complaint(config, root)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"\xff\xfea\0", "not a text in UTF-8"), (b"a: &a\n  b: *a\n", "nested too deep")],
+)
+def test_a_file_that_is_no_study_is_one_line(tmp_path, content, says):
+    path = tmp_path / "study.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        read_yaml(path)
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        read_yaml(tmp_path)

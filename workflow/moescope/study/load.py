@@ -3,6 +3,8 @@
 Every complaint is one line: the key, what stands there, what is allowed.
 """
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from pydantic import ValidationError
 from ..errors import UserError
 from ..runtimes.spec import CommandRuntime, resolve
 from ..verdict import quantities
+from . import patches
 from .schema import AmbientRuntime, PythonRuntime, Study, SyntheticSource
 
 
@@ -26,6 +29,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         value = None if node is None else loader.construct_document(node)
     except FileNotFoundError:
         raise UserError("the study does not exist", where=str(path)) from None
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    except UnicodeDecodeError:
+        raise UserError("not a text in UTF-8; save it as that", where=str(path)) from None
+    except RecursionError:
+        raise UserError("not YAML: nested too deep, or in itself", where=str(path)) from None
     except yaml.YAMLError as error:
         raise UserError(f"not YAML: {' '.join(str(error).split())}", where=str(path)) from None
     if not isinstance(value, dict):
@@ -86,10 +95,14 @@ def _with_files(config: dict[str, Any], where: str, root: Path) -> dict[str, Any
 
 
 def _checkpoint(name: str, where: str, root: Path) -> dict[str, Any]:
-    path = (root / name).resolve()
-    if not path.is_relative_to(root.resolve()):
+    try:
+        path = (root / name).resolve()
+        inside, there = path.is_relative_to(root.resolve()), path.is_file()
+    except (OSError, ValueError):  # no file can have such a name
+        inside, there = True, False
+    if not inside:
         raise UserError(f"{name!r} is outside the repository; give a file in it", where)
-    if not path.is_file():
+    if not there:
         raise UserError(f"{name!r} is no file; give a path from the repository's root", where)
     checkpoint = read_yaml(path)
     source = checkpoint.get("source")
@@ -98,12 +111,23 @@ def _checkpoint(name: str, where: str, root: Path) -> dict[str, Any]:
     return checkpoint
 
 
+# What pydantic calls by its classes, in a study's words.
+SHAPES = {
+    "model_type": "a mapping of keys to values",
+    "dict_type": "a mapping of keys to values",
+    "list_type": "a list",
+}
+EXPERTS = "must be a pattern in quotes, a list of patterns, or either of them by checkpoint"
+
+
 def _line(item: dict[str, Any], where: str) -> str:
     # A union's tag (hub, python, ...) appears in pydantic's location but not in the file.
     tags = {"hub", "local", "synthetic", "python", "ambient", "command", "git"}
     path = [str(part) for part in item["loc"]]
     path = [part for i, part in enumerate(path) if not (part in tags and i in (2, 3, 4))]
     key = ".".join(path) or "study"
+    if path[0:1] == ["arms"] and path[2:3] == ["experts"]:
+        return f"{where}: {'.'.join(path[:3])}: {EXPERTS}"
     given = item.get("input")
     stands = f"{given!r}" if not isinstance(given, dict | list) else type(given).__name__
     kind = item["type"]
@@ -115,6 +139,13 @@ def _line(item: dict[str, Any], where: str) -> str:
         return f"{where}: {key}: {stands} is not a text; put it in quotes"
     if kind == "string_pattern_mismatch":
         return f"{where}: {key}: {stands} is not allowed; {_pattern(item['ctx']['pattern'])}"
+    if kind in SHAPES:
+        or_file = (
+            ", or the path of a file" if path[:1] == ["checkpoints"] and len(path) == 2 else ""
+        )
+        return f"{where}: {key}: {stands} is not allowed; it must be {SHAPES[kind]}{or_file}"
+    if kind == "finite_number":
+        return f"{where}: {key}: {stands} is not allowed; it must be a finite number"
     if kind == "literal_error":
         return f"{where}: {key}: {stands} is not allowed; allowed: {item['ctx']['expected']}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -154,6 +185,7 @@ def _inconsistencies(study: Study, root: Path) -> list[str]:
         if isinstance(checkpoint.source, SyntheticSource):
             source = checkpoint.source
             lines += _environment(root, source.layout, f"checkpoints.{name}.source.layout")
+            lines += _plain(source.config, f"checkpoints.{name}.source.config")
             if "model_type" not in source.config:
                 lines.append(f"checkpoints.{name}.source.config: model_type is missing")
     for name, arm in study.arms.items():
@@ -170,6 +202,7 @@ def _inconsistencies(study: Study, root: Path) -> list[str]:
                     f"arms.{name}.checkpoints: {checkpoint!r} is no checkpoint of this study; "
                     f"allowed: {allowed}"
                 )
+    lines += _patches(study)
     references = study.role("reference")
     if len(references) != 1:
         found = ", ".join(references) or "none"
@@ -200,6 +233,40 @@ def _inconsistencies(study: Study, root: Path) -> list[str]:
     lines += _claims(study)
     lines += _experts(study)
     lines += _answers(study)
+    return lines
+
+
+def _plain(value: Any, key: str) -> list[str]:
+    """A checkpoint's config becomes JSON, which has neither infinities nor NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return [f"{key}: {value} is not allowed; it must be a finite number"]
+    items = value.items() if isinstance(value, dict) else ()
+    items = enumerate(value) if isinstance(value, list) else items
+    return [line for name, inner in items for line in _plain(inner, f"{key}.{name}")]
+
+
+def _patches(study: Study) -> list[str]:
+    """Patches that the worker would refuse, hours later."""
+    lines = []
+    known = patches.known()
+    for name, arm in study.arms.items():
+        runtime = study.runtimes.get(arm.runtime)
+        if arm.patches and isinstance(runtime, CommandRuntime):
+            lines.append(
+                f"arms.{name}.patches: {arm.runtime} is a command, whose insides cannot be "
+                "changed; remove the key, or use a runtime of another kind"
+            )
+            continue
+        for patch in arm.patches:
+            kind, _, value = patch.partition("=")
+            if kind not in known:
+                lines.append(
+                    f"arms.{name}.patches: {patch!r} is no patch; allowed: "
+                    f"{', '.join(patches.spelt(known))}"
+                )
+            elif re.fullmatch(known[kind], value) is None:
+                (spelt,) = patches.spelt({kind: known[kind]})
+                lines.append(f"arms.{name}.patches: {patch!r} is not allowed; it is {spelt}")
     return lines
 
 

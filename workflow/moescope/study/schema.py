@@ -30,7 +30,7 @@ Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4"]
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
