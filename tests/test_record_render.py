@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fixture_results import SHAPE, Tree
 from moescope.errors import UserError
-from moescope.record import charts, numbers, render
+from moescope.record import charts, numbers, render, tables, trace_tables
 from moescope.record.writers import Html, Markdown, Table, plain
 from moescope.verdict.statistics import figure
 
@@ -283,3 +283,83 @@ def test_markup_in_both_forms():
     assert Markdown().inline(plain("<h> < 5")) == "&lt;h> < 5"
     table = Table(["x", "y"], [["1", plain("a|b")]], {0})
     assert Markdown().table(table).strip() == "| x | y |\n|--:|---|\n| 1 | a\\|b |"
+
+
+def test_a_round_in_slices_is_not_called_minutes_apart(tmp_path, markdown):
+    assert "between runs minutes apart at most" in markdown
+    tree = Tree(tmp_path, sliced={"slices": 4}).make()
+    tree.analyse()
+    text = (tree.record(TEMPLATES) / "record.md").read_text()
+    assert "minutes apart" not in text and "decode in turn, a slice of the tokens each" in text
+
+
+def test_each_bandwidth_names_its_checkpoint(markdown):
+    said = markdown.partition("Measured on this host in this session: ")[2].partition(". The")[0]
+    assert all(part.strip().startswith("`") for part in said.split(";")) and said
+
+
+def test_the_commands_name_the_record_s_own_study():
+    studies = TEMPLATES.parent / "studies"
+    for path in studies.glob("*.yaml"):
+        assert f"\n  name: {path.stem}" in path.read_text(), "the commands find it by its name"
+    text = render.commands("moe-families-h200")
+    assert "snakemake --cores 1 record --configfile studies/moe-families-h200.yaml" in text
+    assert "explain --configfile studies/moe-families-h200.yaml" in text
+    assert "studies/" not in render.commands("embedded") and "{" not in text
+
+
+def test_a_null_arm_on_one_side_of_one_is_told(record):
+    record = json.loads(json.dumps(record))
+    result = record["results"]["qwen3-moe"]
+    result["noise"]["decode"] |= {"value": 0.97, "min": 0.94, "max": 0.999}
+    assert any("One-sided noise" in line and "slower" in line for line in _notes(record))
+    result["noise"]["decode"] |= {"max": 1.01}
+    assert not any("One-sided" in line for line in _notes(record))
+
+
+def _notes(record):
+    return tables.notes(record, "qwen3-moe")
+
+
+def test_a_question_about_a_candidate_s_rate_tells_its_tokens(record):
+    figures = {"figure": figure([1.2], "ratio", ["terms.json"]), "why": None}
+    asked = {"asks": "Faster, with the same tokens?", "claims": [], "paths": {}}
+    asked |= {"not_measured": None, "by": [{"quantity": "ratio.lm", "checkpoints": {}}]}
+    asked["by"][0]["checkpoints"]["qwen3-moe"] = figures
+    rows = trace_tables.answers(record | {"answers": [asked]}).rows
+    assert re.search(r"greedy tokens of `lm`: `qwen3-moe` (identical|differ)", rows[0][2])
+
+
+def test_a_missed_bar_is_printed_on_its_side_of_the_limit():
+    missed = {"figure": figure([0.05042], "share", ["terms.json"]), "than": 0.05, "met": False}
+    assert trace_tables._beside(missed) == "5.042 %"
+    assert (
+        trace_tables._beside(missed | {"figure": figure([0.09], "share", ["terms.json"])})
+        == "9.0 %"
+    )
+
+
+def test_a_reference_with_changing_tokens_qualifies_parity(record):
+    record = json.loads(json.dumps(record))
+    assert tables.unsteady(record) == []
+    arms = record["results"]["qwen3-moe"]["arms"]
+    arms[record["reference"]]["same_tokens_every_round"] = False
+    assert tables.unsteady(record) == ["`qwen3-moe`"]
+
+
+def test_a_claim_says_when_it_stands_on_the_forced_pass_alone():
+    condition = {"quantity": "gpu_share.router", "is": "<", "than": 0.1, "state": "holds"}
+    condition |= {
+        "figure": figure([0.08], "share", ["terms.json"]),
+        "forced": True,
+        "of_work": None,
+    }
+    claim = {"checkpoints": {"a": {"verdict": "supported", "settled_by": []}}}
+    claim["checkpoints"]["a"]["conditions"] = [condition]
+    assert "8.0 % by the forced pass alone, claimed" in tables.conditions(claim)[0]
+    condition |= {"forced": False, "of_work": figure([0.09], "share", ["terms.json"])}
+    assert "(9.0 % of it without synchronisation)" in tables.conditions(claim)[0]
+
+
+def test_a_gain_s_bound_has_its_unit():
+    assert numbers.bound("gain.vlm-fused", 0.85) == "85 %"

@@ -680,3 +680,48 @@ def test_the_worker_and_the_verdict_name_the_same_terms():
     from moescope.worker import modules
 
     assert (*modules.TERMS, "host_gap") == TERMS
+
+
+def test_terms_of_the_forced_pass_have_no_second_opinion(tmp_path):
+    tree = Tree(tmp_path, kernels=True).make()
+    fell_back = {"method": "forced", "instruments_disagreement": 0.0, "alone_disagreement": None}
+    edited(tree, "terms.json", lambda terms: terms.update(fell_back), "vlm")
+    found = analysis(tree)
+    kernels = arm(found, "qwen3-moe", "vlm")["kernels"]
+    assert not any("forced pass" in entry["bar"] for entry in kernels["bars"])
+    assert kernels["checks"]["instruments_disagreement"] is None
+    assert kernels["terms"]["head"]["forced_share"] is None
+    claim = {"name": "g", "says": "g", "of": "gpu", "checkpoints": ["qwen3-moe"]}
+    claim["all"] = [{"quantity": "gpu_lead.expert_gather", "is": ">", "than": 0}]
+    (judged,) = analysis(tree, [claim])["claims"]
+    (condition,) = judged["checkpoints"]["qwen3-moe"]["conditions"]
+    assert condition["forced"] is True and condition["figure"] is not None
+    assert any(
+        line.startswith("The GPU's terms of vlm on qwen3-moe as they run in CUDA graphs")
+        for line in found["not_measured"]
+    )
+
+
+def test_a_share_of_the_gpu_s_time_is_told_without_synchronisation_too(tmp_path):
+    claim = {
+        "name": "head",
+        "says": "The head is small.",
+        "of": "gpu",
+        "checkpoints": ["qwen3-moe"],
+        "all": [{"quantity": "gpu_share.head", "is": "<", "than": 0.5}],
+    }
+    found = analysis(Tree(tmp_path, kernels=True).make(), [claim])
+    (condition,) = found["claims"][0]["checkpoints"]["qwen3-moe"]["conditions"]
+    assert condition["figure"]["value"] == pytest.approx(0.07 / 1.05)
+    assert condition["of_work"]["value"] == pytest.approx(0.07)
+
+
+def test_a_missed_bar_without_explanation_and_a_filled_cache_are_named(tmp_path):
+    tree = Tree(tmp_path, kernels=True).make()
+    edited(tree, "terms.json", lambda terms: terms.update(alone_disagreement=0.2), "vlm")
+    warm = tree.folder("warmup/qwen3-moe.vlm") / "warmup.json"
+    content = json.loads(warm.read_text())
+    warm.write_text(json.dumps(content | {"cache_before": {"files": 144, "bytes": 1}}))
+    lines = analysis(tree)["not_measured"]
+    assert any("Why vlm on qwen3-moe misses the bar «kernels alone" in line for line in lines)
+    assert any("nothing compiled before (vlm on qwen3-moe)" in line for line in lines)

@@ -82,7 +82,7 @@ def _fixed(number: float, places: int) -> str:
 def bound(quantity: str, number: float) -> str:
     """A claim's bound in the unit in which its quantity is printed."""
     head = quantity.partition(".")[0]
-    if head in ("share", "lead", "saved", "fixed_share", "gpu_share", "gpu_lead", "busy"):
+    if head in ("share", "lead", "saved", "fixed_share", "gpu_share", "gpu_lead", "busy", "gain"):
         return f"{number * 100:g} %"
     if head == "ceiling_share":
         return f"{number * 100:g} %"

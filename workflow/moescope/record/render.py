@@ -13,11 +13,21 @@ from .writers import Html, Markdown, plain
 COMMANDS = """
 make record                 # set up, then make the study of config.yaml; nothing runs that is there
 . .venv/bin/activate
-snakemake audit             # compute and render this record again from its data, and compare
+{own}snakemake audit             # compute and render this record again from its data, and compare
 snakemake explain           # what is stale here, why, and what it would cost
-snakemake --cores 1 record --configfile studies/NAME.yaml       # another study
 # To measure again without another change, raise study.session in the study's file.
 """
+
+
+EMBEDDED = "embedded"  # config.yaml's study; the others stand in studies/ by their names
+
+
+def commands(study: str) -> str:
+    """What makes and checks this record again."""
+    file = f" --configfile studies/{study}.yaml"
+    own = "" if study == EMBEDDED else f"snakemake --cores 1 record{file}  # this study, anew\n"
+    text = COMMANDS.replace("{own}", own)
+    return text if not own else text.replace("snakemake explain  ", f"snakemake explain{file}  ")
 
 
 def render(record: dict[str, Any], templates: Path) -> dict[str, str]:
@@ -47,7 +57,11 @@ def _fill(record: dict[str, Any], writer: Markdown | Html, templates: Path, name
     try:
         body = writer.finish(
             environment.get_template("body.j2").render(
-                w=writer, record=record, t=tables, k=trace_tables, commands=COMMANDS
+                w=writer,
+                record=record,
+                t=tables,
+                k=trace_tables,
+                commands=commands(record["study"]["name"]),
             )
         )
         return environment.get_template(name).render(w=writer, record=record, body=body)

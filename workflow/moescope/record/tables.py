@@ -188,6 +188,15 @@ def _ratio(arm: dict[str, Any], against: dict[str, Any] | None, name: str) -> st
     return f"{show(against[name])}, {effect}"
 
 
+def timed_processor(record: Record) -> bool:
+    """Did any run say what it cost the host's processor?"""
+    return any(
+        arm.get("cpu_ms")
+        for result in record["results"].values()
+        for arm in result["arms"].values()
+    )
+
+
 def notes(record: Record, checkpoint: str) -> list[str]:
     """What a reader must know about one checkpoint's speeds."""
     result, lines = record["results"][checkpoint], []
@@ -205,6 +214,12 @@ def notes(record: Record, checkpoint: str) -> list[str]:
             f"Noise: the null arm's decode ratio ranges over {show(noise['decode'])}, at most "
             f"{show(noise['decode_floor'])} from 1 (prefill {show(noise['prefill_floor'])}). A "
             f"slowdown below about {show(noise['decode_resolution'])} cannot be told from it."
+        )
+    if noise and noise["decode"] and not noise["decode"]["min"] <= 1 <= noise["decode"]["max"]:
+        side = "slower" if noise["decode"]["max"] < 1 else "faster"
+        lines.append(
+            f"**One-sided noise**: the null arm, which is the reference again, was {side} than it "
+            "in every round: a difference of about that size means nothing here."
         )
     if found := result["detection"]:
         lines.append(
@@ -429,14 +444,16 @@ def instrument(record: Record) -> Table:
                     code(arm),
                     show(found["wall_ms"]),
                     show(found["plain_ms"]),
+                    show(record["results"][checkpoint]["arms"][arm]["token_ms"]),
                     show(found["slowed"]),
                     show(found["sum"]),
                     _use(found, record["results"][checkpoint]["arms"][arm]["same_tokens"]),
                 ]
             )
-    head = ["checkpoint", "arm", "instrumented ms/token", "plain ms/token", "slowed by"]
-    table = columns(rows, [*head, "terms ÷ wall", "attribution"], 2)
-    table.numbers.discard(6)
+    head = ["checkpoint", "arm", "instrumented ms/token", "plain ms/token, alone"]
+    head += ["the rounds' ms/token", "slowed by", "terms ÷ wall", "attribution"]
+    table = columns(rows, head, 2)
+    table.numbers.discard(7)
     return table
 
 
@@ -703,10 +720,10 @@ def ceilings(record: Record) -> Table:
 def bandwidths(record: Record) -> list[str]:
     """The measured ceilings, in words."""
     found = [
-        ", ".join(f"{name} {show(figure)}" for name, figure in entry["bandwidths"].items())
-        for entry in record["ceilings"].values()
+        (name, ", ".join(f"{way} {show(rate)}" for way, rate in entry["bandwidths"].items()))
+        for name, entry in record["ceilings"].items()
     ]
-    return list(dict.fromkeys(filter(None, found)))
+    return [f"{code(name)} {rates}" for name, rates in found if rates]
 
 
 def parity(record: Record) -> Table:
@@ -715,18 +732,12 @@ def parity(record: Record) -> Table:
         for arm, entry in found.get("arms", {}).items():
             if record["results"][checkpoint]["arms"][arm]["absent"]:
                 continue
-            greedy, forced = entry.get("greedy") or {}, entry.get("forced") or {}
-            same = "identical"
-            if not greedy.get("identical"):
-                at = greedy.get("first_divergence")
-                gap = greedy.get("logit_gap")
-                same = f"differ at token {_plain_count(at)}" if at else "differ"
-                same += f", logit gap there {_plain_count(gap)}" if gap else ""
+            forced = entry.get("forced") or {}
             rows.append(
                 [
                     code(checkpoint),
                     code(arm),
-                    same,
+                    greedy(entry),
                     show(forced.get("top1_agreement")),
                     _plain_count(forced.get("max_abs_logit")),
                     _plain_count(forced.get("decided_mismatches")),
@@ -739,6 +750,37 @@ def parity(record: Record) -> Table:
     table = columns(rows, head, 3)
     table.numbers.discard(7)
     return table
+
+
+def greedy(entry: dict[str, Any]) -> str:
+    """An arm's greedy tokens beside the reference's, in words."""
+    found = entry.get("greedy") or {}
+    if found.get("identical"):
+        return "identical"
+    at, gap = found.get("first_divergence"), found.get("logit_gap")
+    text = f"differ at token {_plain_count(at)}" if at else "differ"
+    return text + (f", logit gap there {_plain_count(gap)}" if gap else "")
+
+
+def unsteady(record: Record) -> list[str]:
+    """Checkpoints on which the reference itself does not give the same tokens every time."""
+    own = record["reference"]
+    return [
+        code(name)
+        for name, result in record["results"].items()
+        if name in record["parity"] and result["arms"][own]["same_tokens_every_round"] is False
+    ]
+
+
+def fused(record: Record) -> list[str]:
+    """Arms whose patches put several terms of the MoE block into one kernel."""
+    found = {
+        code(name): None
+        for result in record["results"].values()
+        for name, arm in result["arms"].items()
+        if any(patch.partition("=")[0] == "fused" for patch in arm["patches"]) and not arm["absent"]
+    }
+    return list(found)
 
 
 def excused(record: Record) -> list[str]:
@@ -765,7 +807,7 @@ def cold(record: Record) -> Table:
         for arm, entry in result["arms"].items()
         if entry["cold"]
     ]
-    names = ["checkpoint", "arm", "load", "compiled and kept before"]
+    names = ["checkpoint", "arm", "load", "compiled files kept before"]
     return columns(rows, [*names, "first use, beyond a warm pass"], 2)
 
 
@@ -799,7 +841,12 @@ def conditions(claim: dict[str, Any]) -> list[str]:
                 parts.append(f"{name} {plain(entry['why'])}")
                 continue
             asked = f"{plain(entry['is'])} {bound(entry['quantity'], entry['than'])}"
-            parts.append(f"{name} is {show(entry['figure'])}, claimed {asked}: {entry['state']}")
+            of_work = entry.get("of_work")
+            footing = " by the forced pass alone" if entry.get("forced") else ""
+            if of_work:
+                footing += f" ({show(of_work)} of it without synchronisation)"
+            figure = f"{show(entry['figure'])}{footing}"
+            parts.append(f"{name} is {figure}, claimed {asked}: {entry['state']}")
         settled = ", ".join(code(name) for name in found["settled_by"])
         tail = f" Settled by {settled}." if settled else ""
         lines.append(f"{code(checkpoint)}: **{found['verdict']}**. {'; '.join(parts)}.{tail}")

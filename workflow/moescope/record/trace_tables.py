@@ -4,7 +4,7 @@ host beside the GPU, and the answers to the study's questions."""
 from typing import Any
 
 from .numbers import ABSENT, show
-from .tables import Record, code, columns, traced
+from .tables import Record, code, columns, greedy, traced
 from .writers import Table, plain
 
 
@@ -23,7 +23,7 @@ def bars(record: Record) -> Table:
                     code(arm),
                     plain(bar["bar"]),
                     f"{bar['than'] * 100:g} %",
-                    show(bar["figure"]),
+                    _beside(bar),
                     "met" if bar["met"] else "**not met**",
                     why,
                 ]
@@ -32,6 +32,12 @@ def bars(record: Record) -> Table:
     table = columns(rows, head, 3)
     table.numbers -= {5, 6}
     return table
+
+
+def _beside(bar: dict[str, Any]) -> str:
+    """A bar's figure; with three more digits where rounding would hide on which side it lies."""
+    percent, limit = bar["figure"]["value"] * 100, f"{bar['than'] * 100:g}"
+    return f"{percent:.4g} %" if f"{percent:.2g}" == limit else show(bar["figure"])
 
 
 def _shown(figure: dict[str, Any]) -> str:
@@ -129,10 +135,31 @@ def host_costs(record: Record) -> Table:
 def answers(record: Record) -> Table:
     """The questions in their order, and what of this record answers each."""
     rows = [
-        [str(number), plain(found["asks"]), "; ".join(_answer(found)) or ABSENT]
+        [
+            str(number),
+            plain(found["asks"]),
+            "; ".join([*_answer(found), *_tokens(found, record)]) or ABSENT,
+        ]
         for number, found in enumerate(record["answers"], 1)
     ]
     return Table(["", "asked", "answered by"], rows)
+
+
+def _tokens(found: dict[str, Any], record: Record) -> list[str]:
+    """Whether the candidates that a question asks the rate of keep the reference's tokens."""
+    parts = []
+    for entry in found["by"]:
+        head, _, arm = entry["quantity"].partition(".")
+        known = [name for name, at in entry["checkpoints"].items() if at["figure"]]
+        texts = []
+        for name in known if head == "ratio" else []:
+            shown = record["results"][name]["arms"].get(arm)
+            parity = record["parity"].get(name, {}).get("arms", {}).get(arm)
+            if shown and parity and shown["role"] == "candidate":
+                texts.append(f"{code(name)} {greedy(parity)}")
+        if texts:
+            parts.append(f"greedy tokens of {code(arm)}: {', '.join(texts)}")
+    return parts
 
 
 def _answer(found: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from . import rule
+from .kernels import FORCED
 from .quantities import PATTERNS, NotMeasuredError, evaluate
 
 
@@ -53,6 +54,7 @@ def _condition(
 ) -> dict[str, Any]:
     found = {"quantity": entry["quantity"], "means": meaning(entry["quantity"])}
     found |= {"is": entry["is"], "than": entry["than"]}
+    found |= _footing(entry["quantity"], analysis["checkpoints"][checkpoint]["arms"].get(arm))
     try:
         figure = evaluate(analysis, checkpoint, entry["quantity"], arm)
     except NotMeasuredError as error:
@@ -64,6 +66,23 @@ def _condition(
         "unclear": "the range contains the bound",
     }[state]
     return {**found, "figure": figure, "state": state, "why": why}
+
+
+BY_TERMS = ("gpu_share", "gpu_lead", "gpu_ms", "gpu_launches", "ceiling_share")
+
+
+def _footing(quantity: str, arm: dict[str, Any] | None) -> dict[str, Any]:
+    """What a figure of the GPU's terms stands on: ``forced``, whether the trace fell back to the
+    forced pass; ``of_work``, a share of the GPU's time less what waits for the host (or None)."""
+    head, _, term = quantity.partition(".")
+    traced = (arm or {}).get("kernels")
+    if head not in BY_TERMS or not traced:
+        return {"forced": False, "of_work": None}
+    own = traced["terms"].get(term) or {}
+    return {
+        "forced": traced["method"] == FORCED,
+        "of_work": own.get("share_of_work") if head == "gpu_share" else None,
+    }
 
 
 def meaning(quantity: str) -> str:

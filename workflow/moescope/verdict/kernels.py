@@ -27,6 +27,15 @@ CHECKS = (
     "all_window_disagreement",
     "all_instruments_disagreement",
 )
+# Comparisons with the forced pass: void where the terms themselves come from it.
+SECOND_OPINIONS = (
+    "instruments_disagreement",
+    "launches_disagreement",
+    "alone_disagreement",
+    "overlap_disagreement",
+    "all_instruments_disagreement",
+)
+FORCED = "forced"  # terms.json's method where no order of the graph could be aligned
 # Those with a limit in the study; the median over the passes counts, since the host's speed varies
 # more between two passes than a profiler costs.
 LIMITED = ("profiler_cost", "unclassified")
@@ -55,6 +64,8 @@ def kernels(
     files = [terms.file] if terms else [table.file]
     parts = _terms(extra, files) if extra.get("terms") else _of_table(table)
     checks = {name: adopt(extra.get(name), "share", files) for name in CHECKS}
+    if extra.get("method") == FORCED:
+        checks |= dict.fromkeys(SECOND_OPINIONS)
     refused = [
         f"{name.replace('_', ' ')} {checks[name]['value']:.3f} is above the limit {limits[name]:g}"
         for name in LIMITED
@@ -146,7 +157,8 @@ def _terms(extra: dict[str, Any], files: list[str]) -> dict[str, dict[str, Figur
         name: [value / total for value, total in zip(ms[name], totals, strict=True)]
         for name in names
     }
-    forced = extra.get("forced_terms") or {}
+    waits = ms.get(SYNCHRONISATION)
+    forced = (extra.get("forced_terms") or {}) if extra.get("method") != FORCED else {}
     whole = sum(entry["ms"] for entry in forced.values())
     alone = extra.get("alone_terms") or {}
     found = {}
@@ -164,6 +176,17 @@ def _terms(extra: dict[str, Any], files: list[str]) -> dict[str, dict[str, Figur
             "launches": figure(extra["terms"][name]["launches"], "launches/token", files),
             "share": figure(shares[name], "share", files),
             "lead": figure(leads, "share", files),
+            # What waits for the host is no work: the share of the rest, where the trace has both.
+            "share_of_work": figure(
+                [
+                    value / (total - wait)
+                    for value, total, wait in zip(ms[name], totals, waits, strict=True)
+                ],
+                "share",
+                files,
+            )
+            if waits and name != SYNCHRONISATION
+            else None,
             "forced_share": figure([forced.get(name, {"ms": 0.0})["ms"] / whole], "share", files)
             if whole
             else None,

@@ -3,6 +3,8 @@
 from itertools import combinations
 from typing import Any
 
+from .kernels import FORCED
+
 BACKENDS = ("cpu", "cuda", "metal")
 
 
@@ -50,6 +52,7 @@ def not_measured(analysis: dict[str, Any], params: dict[str, Any]) -> list[str]:
     ]
     lines += _arms(checkpoints)
     lines += _attribution(checkpoints, backend)
+    lines += _fallen_back(checkpoints) + _unexplained(checkpoints) + _first_use(checkpoints)
     lines += _instruments(checkpoints)
     return list(dict.fromkeys(lines))
 
@@ -96,6 +99,54 @@ def _attribution(checkpoints: dict[str, Any], backend: str) -> list[str]:
             "beside them."
         )
     return lines
+
+
+def _traced(checkpoints: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (f"{arm} on {name}", entry["kernels"])
+        for name, checkpoint in checkpoints.items()
+        for arm, entry in checkpoint["arms"].items()
+        if entry["kernels"]
+    ]
+
+
+def _fallen_back(checkpoints: dict[str, Any]) -> list[str]:
+    """Traces whose terms come from the forced pass alone."""
+    places = [place for place, found in _traced(checkpoints) if found["method"] == FORCED]
+    if not places:
+        return []
+    return [
+        f"The GPU's terms of {', '.join(places)} as they run in CUDA graphs, and a second opinion "
+        "on them: the trace could not be aligned, so they stand on one forced pass, without a "
+        "range and without synchronisation; busy time and launches are of the trace itself."
+    ]
+
+
+def _unexplained(checkpoints: dict[str, Any]) -> list[str]:
+    """Bars that a trace misses and no measurement explains."""
+    return [
+        f"Why {place} misses the bar «{bar['bar']}»: nothing that was measured explains it."
+        for place, found in _traced(checkpoints)
+        for bar in found["bars"]
+        if not bar["met"] and not bar["why"]
+    ]
+
+
+def _first_use(checkpoints: dict[str, Any]) -> list[str]:
+    """First uses that began with kernels which MLX had compiled and kept before."""
+    filled: dict[str, list[str]] = {}
+    for name, checkpoint in checkpoints.items():
+        for arm, entry in checkpoint["arms"].items():
+            kept = (entry.get("cold") or {}).get("kept")
+            if kept and kept["value"]:
+                filled.setdefault(name, []).append(arm)
+    if not filled:
+        return []
+    places = "; ".join(f"{', '.join(arms)} on {name}" for name, arms in filled.items())
+    return [
+        f"First use with nothing compiled before ({places}): MLX had kept kernels of earlier "
+        "processes, so a first use here compiles only what was new and is a lower bound."
+    ]
 
 
 def _instruments(checkpoints: dict[str, Any]) -> list[str]:
