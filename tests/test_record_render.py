@@ -358,8 +358,22 @@ def test_a_claim_says_when_it_stands_on_the_forced_pass_alone():
     claim["checkpoints"]["a"]["conditions"] = [condition]
     assert "8.0 % by the forced pass alone, claimed" in tables.conditions(claim)[0]
     condition |= {"forced": False, "of_work": figure([0.09], "share", ["terms.json"])}
-    assert "(9.0 % of it without synchronisation)" in tables.conditions(claim)[0]
+    assert "is 8.0 %, 9.0 % without synchronisation, claimed" in tables.conditions(claim)[0]
 
 
 def test_a_gain_s_bound_has_its_unit():
     assert numbers.bound("gain.vlm-fused", 0.85) == "85 %"
+
+
+def test_figures_of_a_trace_that_fell_back_are_marked(tmp_path):
+    tree = Tree(tmp_path, kernels=True, bandwidth=12e9, slow={"lm": 0.75}).make()
+    path = tree.folder("trace/qwen3-moe.lm") / "terms.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"method": "forced"}))
+    tree.analyse()
+    text = (tree.record(TEMPLATES) / "record.md").read_text()
+    table = text.partition("**Candidates beside their base**")[2].partition("\n\n|")[2]
+    (row,) = (line for line in table.partition("\n\n")[0].splitlines() if "`lm`" in line)
+    assert row.count("(forced pass)") == 3, "the block's launches and time, the experts' rate"
+    ceilings = text.partition("## Ceilings")[2].partition("\n## ")[0]
+    assert re.search(r"`lm` \| expert gather \(forced pass\)", ceilings)
+    assert "`lm` | whole token |" in ceilings and "`vlm` | expert gather |" in ceilings

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..verdict.kernels import FORCED
 from .numbers import ABSENT, bound, show
 from .writers import Table, plain
 
@@ -628,13 +629,24 @@ def candidates(record: Record) -> Table:
             row.append(show(against["gain"]))
             pair = traced.get(against["base"]), traced.get(arm)
             for path in (("launches",), ("busy_ms",), ("block", "launches"), ("block", "ms")):
-                row.append(" → ".join(show(_at(one, *path), spread=False) for one in pair))
+                cells = (
+                    show(_at(one, *path), spread=False)
+                    + (_fallen_back(one) if path[0] == "block" else "")
+                    for one in pair
+                )
+                row.append(" → ".join(cells))
             read = ceilings.get(arm)
             share = _at(read, "terms", "expert_gather", "share") if read else None
-            rows.append([*row, show(share)])
+            mark = _fallen_back(traced.get(arm)) if share else ""
+            rows.append([*row, show(share) + mark])
     head = ["checkpoint", "arm", "decode ÷ base", "of what skipping the block saves"]
     head += ["launches/token", "GPU busy ms/token", "launches of the block", "its ms/token"]
     return columns(rows, [*head, "its experts' rate, of the read ceiling"], 2)
+
+
+def _fallen_back(traced: dict[str, Any] | None) -> str:
+    """A mark for figures of terms that stand on the forced pass alone."""
+    return " (forced pass)" if traced and traced["method"] == FORCED else ""
 
 
 def _at(value: Any, *path: str) -> Any:
@@ -708,7 +720,9 @@ def ceilings(record: Record) -> Table:
                 for term, part in ceiling["terms"].items()
                 if part["bytes"]["value"] >= least
             }
+            mark = _fallen_back(record["attribution"]["kernels"].get(checkpoint, {}).get(arm))
             for name, part in parts.items():
+                name += mark if part is not ceiling["whole"] else ""
                 figures = (show(part[key]) for key in ("bytes", "achieved", "share"))
                 rows.append([code(checkpoint), code(arm), name, *figures])
     head = ["checkpoint", "arm", "part", "bytes read per token", "achieved", "of the ceiling"]
@@ -844,7 +858,7 @@ def conditions(claim: dict[str, Any]) -> list[str]:
             of_work = entry.get("of_work")
             footing = " by the forced pass alone" if entry.get("forced") else ""
             if of_work:
-                footing += f" ({show(of_work)} of it without synchronisation)"
+                footing += f", {show(of_work)} without synchronisation"
             figure = f"{show(entry['figure'])}{footing}"
             parts.append(f"{name} is {figure}, claimed {asked}: {entry['state']}")
         settled = ", ".join(code(name) for name in found["settled_by"])
@@ -882,7 +896,7 @@ def largest(record: Record) -> list[str]:
             term = gpu["largest"]
             text += (
                 f"; of the GPU's time {TERM_NAMES[term]} "
-                f"{show(gpu['terms'][term]['share'], spread=False)}"
+                f"{show(gpu['terms'][term]['share'], spread=False)}{_fallen_back(gpu)}"
             )
         for arm, entry in record["results"][checkpoint]["arms"].items():
             if entry["patches"] == ["skip_experts"] and entry["against"]:
