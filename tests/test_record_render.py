@@ -345,6 +345,10 @@ def test_a_reference_with_changing_tokens_qualifies_parity(record):
     arms = record["results"]["qwen3-moe"]["arms"]
     arms[record["reference"]]["same_tokens_every_round"] = False
     assert tables.unsteady(record) == ["`qwen3-moe`"]
+    by = [{"quantity": "ratio.lm", "checkpoints": {"qwen3-moe": {"figure": {}, "why": None}}}]
+    by[0]["checkpoints"]["qwen3-moe"]["figure"] = figure([1.2], "ratio", ["runs.jsonl"])
+    (told,) = trace_tables._tokens({"by": by}, record)
+    assert told.endswith("(where the reference's own vary)")
 
 
 def test_a_claim_says_when_it_stands_on_the_forced_pass_alone():
@@ -359,6 +363,8 @@ def test_a_claim_says_when_it_stands_on_the_forced_pass_alone():
     assert "8.0 % by the forced pass alone, claimed" in tables.conditions(claim)[0]
     condition |= {"forced": False, "of_work": figure([0.09], "share", ["terms.json"])}
     assert "is 8.0 %, 9.0 % without synchronisation, claimed" in tables.conditions(claim)[0]
+    condition |= {"of_work": None, "drifts": True}
+    assert "is 8.0 %, drifting one way through the rounds," in tables.conditions(claim)[0]
 
 
 def test_a_gain_s_bound_has_its_unit():

@@ -79,9 +79,14 @@ def test_an_arm_that_slows_down_over_the_rounds_is_flagged(tmp_path):
         if run["arm"] == "lm" and run["valid"]:
             run["decode_s"] *= 1 + 0.03 * run["round"]
 
-    found = analysis(Tree(tmp_path, edit_run=fade).make())
+    claim = {"name": "c", "says": "c", "of": "wall", "checkpoints": ["qwen3-moe"]}
+    quantities = ("ratio.lm", "saved.skip-experts")
+    claim["all"] = [{"quantity": name, "is": ">", "than": 0} for name in quantities]
+    found = analysis(Tree(tmp_path, edit_run=fade).make(), [claim])
     assert arm(found, "qwen3-moe", "lm")["against"]["drifts"]
     assert not arm(found, "qwen3-moe", "skip-experts")["against"]["drifts"]
+    conditions = found["claims"][0]["checkpoints"]["qwen3-moe"]["conditions"]
+    assert [entry["drifts"] for entry in conditions] == [True, False]
 
 
 def test_a_void_arm_yields_no_ratio(plain):

@@ -859,6 +859,8 @@ def conditions(claim: dict[str, Any]) -> list[str]:
             footing = " by the forced pass alone" if entry.get("forced") else ""
             if of_work:
                 footing += f", {show(of_work)} without synchronisation"
+            if entry.get("drifts"):
+                footing += ", drifting one way through the rounds"
             figure = f"{show(entry['figure'])}{footing}"
             parts.append(f"{name} is {figure}, claimed {asked}: {entry['state']}")
         settled = ", ".join(code(name) for name in found["settled_by"])

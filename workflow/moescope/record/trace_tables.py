@@ -4,7 +4,7 @@ host beside the GPU, and the answers to the study's questions."""
 from typing import Any
 
 from .numbers import ABSENT, show
-from .tables import Record, code, columns, greedy, traced
+from .tables import Record, code, columns, greedy, traced, unsteady
 from .writers import Table, plain
 
 
@@ -147,7 +147,7 @@ def answers(record: Record) -> Table:
 
 def _tokens(found: dict[str, Any], record: Record) -> list[str]:
     """Whether the candidates that a question asks the rate of keep the reference's tokens."""
-    parts = []
+    parts, varying = [], unsteady(record)
     for entry in found["by"]:
         head, _, arm = entry["quantity"].partition(".")
         known = [name for name, at in entry["checkpoints"].items() if at["figure"]]
@@ -156,7 +156,8 @@ def _tokens(found: dict[str, Any], record: Record) -> list[str]:
             shown = record["results"][name]["arms"].get(arm)
             parity = record["parity"].get(name, {}).get("arms", {}).get(arm)
             if shown and parity and shown["role"] == "candidate":
-                texts.append(f"{code(name)} {greedy(parity)}")
+                own = " (where the reference's own vary)" if code(name) in varying else ""
+                texts.append(f"{code(name)} {greedy(parity)}{own}")
         if texts:
             parts.append(f"greedy tokens of {code(arm)}: {', '.join(texts)}")
     return parts

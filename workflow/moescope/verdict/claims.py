@@ -54,7 +54,9 @@ def _condition(
 ) -> dict[str, Any]:
     found = {"quantity": entry["quantity"], "means": meaning(entry["quantity"])}
     found |= {"is": entry["is"], "than": entry["than"]}
-    found |= _footing(entry["quantity"], analysis["checkpoints"][checkpoint]["arms"].get(arm))
+    arms = analysis["checkpoints"][checkpoint]["arms"]
+    found |= _footing(entry["quantity"], arms.get(arm))
+    found["drifts"] = _drifts(entry["quantity"], arms)
     try:
         figure = evaluate(analysis, checkpoint, entry["quantity"], arm)
     except NotMeasuredError as error:
@@ -83,6 +85,13 @@ def _footing(quantity: str, arm: dict[str, Any] | None) -> dict[str, Any]:
         "forced": traced["method"] == FORCED,
         "of_work": own.get("share_of_work") if head == "gpu_share" else None,
     }
+
+
+def _drifts(quantity: str, arms: dict[str, Any]) -> bool:
+    """Is it a quantity of paired rounds whose arm moves one way through all of them?"""
+    head, _, name = quantity.partition(".")
+    against = (arms.get(name) or {}).get("against") if head in ("ratio", "saved", "gain") else None
+    return bool(against and against["drifts"])
 
 
 def meaning(quantity: str) -> str:
