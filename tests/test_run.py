@@ -1,5 +1,6 @@
 """A job's result appears as a whole or not at all."""
 
+import errno
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moescope import run
+from moescope import cli, run
 from moescope.errors import UserError
 from moescope.files import inside, read_json, read_jsonl, write_json, write_text
 from moescope.study import plan
@@ -132,3 +133,49 @@ def test_a_bug_s_traceback_is_in_the_log(tmp_path):
     result = in_a_process("1 / 0", tmp_path / "x.log")
     assert result.returncode == 1
     assert "ZeroDivisionError" in (tmp_path / "x.log").read_text()
+
+
+def test_a_result_is_published_to_another_file_system(stage, tmp_path, monkeypatch):
+    stage.run = whole
+    real = os.replace
+
+    def replace(old, new):
+        if "work" in Path(old).parts and "results" in Path(new).parts:
+            raise OSError(errno.EXDEV, "Invalid cross-device link", str(old), None, str(new))
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", replace)
+    job = toy()
+    run.run_job(job, tmp_path)
+    assert job.done(tmp_path)
+    assert not [p.name for p in (tmp_path / job.folder).iterdir() if p.name.startswith(".")]
+
+
+def test_a_disk_that_fills_while_publishing_leaves_nothing(stage, tmp_path, monkeypatch):
+    stage.run = whole
+    real = os.replace
+
+    def replace(old, new):
+        if Path(new).name == "ingredients.json":
+            raise OSError(errno.ENOSPC, "No space left on device", str(old), None, str(new))
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", replace)
+    job = toy()
+    with pytest.raises(OSError, match="No space"):
+        run.run_job(job, tmp_path)
+    assert not (tmp_path / job.folder).exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"), [(errno.ENOSPC, "make room"), (errno.EROFS, "make it writable")]
+)
+def test_what_the_host_refuses_is_one_line(monkeypatch, capsys, number, advice):
+    def explain(options):
+        raise OSError(number, os.strerror(number), "results/x")
+
+    monkeypatch.setattr(cli, "_explain", explain)
+    assert cli.main(["explain"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"moescope: results/x: {os.strerror(number)}; {advice}")
+    assert said.count("\n") == 1

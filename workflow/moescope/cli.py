@@ -5,13 +5,15 @@ import sys
 from pathlib import Path
 
 from .errors import UserError
+from .faults import told
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 a check found something, 2 bad input, 130 interrupted."""
     options = _parser().parse_args(arguments)
     try:
-        return options.call(options) or 0
+        with told():
+            return options.call(options) or 0
     except UserError as error:
         print(f"moescope: {error}", file=sys.stderr)
         return 2

@@ -1,5 +1,6 @@
 """Running one job: a stage gets its task, and its result appears as a whole or not at all."""
 
+import errno
 import importlib
 import os
 import resource
@@ -9,11 +10,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from .errors import UserError
+from .faults import told
 from .files import write_json
 from .study.plan import CODE, OUTPUTS, Job, folder
 from .task import INGREDIENTS, Task, ingredients
@@ -62,11 +64,35 @@ def run_job(job: Job, root: Path, run: Callable[[Task], None] | None = None) -> 
 def _publish(job: Job, out: Path, target: Path) -> None:
     """Move the files into place; ingredients.json comes last, it makes the result valid."""
     target.mkdir(parents=True, exist_ok=True)
-    for path in sorted(out.iterdir()):
-        os.replace(path, target / path.name)
-    write_json(
-        target / "ingredients.json", {"schema": INGREDIENTS, "key": job.key, **job.ingredients}
-    )
+    moved: list[Path] = []
+    try:
+        for path in sorted(out.iterdir()):
+            _move(path, target / path.name)
+            moved.append(target / path.name)
+        write_json(
+            target / "ingredients.json", {"schema": INGREDIENTS, "key": job.key, **job.ingredients}
+        )
+    except BaseException:
+        for path in moved:
+            path.unlink(missing_ok=True)
+        with suppress(OSError):  # other files stand in it
+            target.rmdir()
+        raise
+
+
+def _move(path: Path, place: Path) -> None:
+    """Into its place at once, from another file system too (work/ may be a disk of its own)."""
+    try:
+        os.replace(path, place)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        beside = place.with_name(f".{place.name}.{os.getpid()}")
+        try:
+            shutil.copyfile(path, beside)
+            os.replace(beside, place)
+        finally:
+            beside.unlink(missing_ok=True)
 
 
 def _peak_memory() -> int:
@@ -89,7 +115,8 @@ def tee(log: Path | None) -> Iterator[None]:
     os.dup2(copier.stdin.fileno(), 2)
     copier.stdin.close()
     try:
-        yield
+        with told():
+            yield
     except UserError as error:
         print(f"moescope: {error}", file=sys.stderr)
         raise SystemExit(2) from None
