@@ -118,7 +118,10 @@ class _Record:
             for file in value["files"]:
                 if file not in self.record["files"]:
                     yield f"{at}: the figure's file {file} is not among the record's files"
-            known = [runs[file] for file in value["files"] if file in runs]
+            read = [file for file in value["files"] if Path(file).name == "runs.jsonl"]
+            if any(file not in runs for file in read):
+                continue  # missing or altered: named by _files, once
+            known = [runs[file] for file in read]
             for run in value.get("runs", []):
                 if not any(run in found for found in known):
                     yield f"{at}: no file of the figure has a run {run}"
