@@ -184,6 +184,7 @@ def test_a_value_outside_its_range(tree):
 def test_a_listed_file_that_leaves_the_repository(tree):
     problems = edit_record(tree, lambda record: record["files"].update({"../secret": "0" * 64}))
     assert any("leaves its folder" in line for line in problems)
+    assert all(record_folder(tree).name in line for line in problems)
 
 
 def test_a_file_taken_off_the_list(tree):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from moescope.errors import UserError
 from moescope.files import write_json, write_text
 from moescope.study.explain import explain
 from moescope.study.load import load, read_yaml
@@ -160,6 +161,14 @@ def test_explain_names_what_changed_and_the_cost(repository):
     assert "reads measure/qwen3-moe, which is stale too: " in text
     # five measurements, the analysis and the record, two seconds each in the earlier run
     assert "about 14 s; at most 1.0 GiB" in text
+
+
+def test_explain_names_a_file_that_it_cannot_read(repository):
+    config, root = repository
+    job = plan(config, root).job("measure", "qwen3-moe")
+    write_text(root / job.folder / "cost.json", "{")
+    with pytest.raises(UserError, match=f"{job.key}/cost.json: not JSON"):
+        explain(plan(changed(config, "rounds", "count", value=9), root))
 
 
 def test_explain_says_nothing_to_do(repository):

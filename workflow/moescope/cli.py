@@ -100,8 +100,11 @@ def _audit(options: argparse.Namespace) -> int:
 def _rerender(options: argparse.Namespace) -> None:
     from .record.rerender import rerender
 
+    line = None
     for line in rerender(options.root.resolve()):
         print(line)
+    if line is None:
+        print("No record is committed yet, so there is nothing to render.")
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -75,7 +75,10 @@ class _Record:
         """The raw files that the record lists, and the chain of keys that leads to them."""
         listed = self.record["files"]
         for name, wanted in listed.items():
-            path = inside(self.root, name)
+            try:
+                path = inside(self.root, name)
+            except UserError as error:
+                raise UserError(str(error), f"{self.name}/record.json: files") from None
             if not path.is_file():
                 yield f"{name}: is missing, though {self.name} stands on it"
             elif sha256_file(path) != wanted:

@@ -54,7 +54,7 @@ def _nearest(root: Path, job: Job) -> tuple[dict[str, Any] | None, dict[str, Any
     if best is None:
         return None, None
     cost = best[3].with_name("cost.json")
-    return best[2], json.loads(cost.read_text()) if cost.is_file() else None
+    return best[2], read_json(cost) if cost.is_file() else None
 
 
 def _leaves(ingredients: dict[str, Any]) -> dict[str, Any]:
@@ -134,5 +134,5 @@ def _size(root: Path, job: Job) -> int | None:
     for path in (root / job.folder, *sorted((root / "results/fetch" / job.subject).glob("*"))):
         manifest = path / "manifest.json"
         if manifest.is_file():
-            return json.loads(manifest.read_text())["bytes"]
+            return read_json(manifest)["bytes"]
     return None
