@@ -179,6 +179,9 @@ def cases() -> dict[str, tuple[Spec, dict[str, Any]]]:
     return found
 
 
+SERIES = (768, 1792, 2880, 4096, 8192, 14336)  # of studies/fused-crossover-h200.yaml
+
+
 def shapes() -> dict[str, tuple[Spec, dict[str, Any]]]:
     """Blocks of the checkpoints in studies/ that are of none of the shapes in ``cases``."""
     by_bias = {"score": "softmax", "weigh_choice": True, "epsilon": 1e-20, "rounded": False}
@@ -237,6 +240,8 @@ def shapes() -> dict[str, tuple[Spec, dict[str, Any]]]:
                   router=Router(64, 8, 64, score="softmax", high=False)),
             {},
         ),
+    } | {
+        f"crossover-w{width}": (block(experts=8, top_k=4, width=width), {}) for width in SERIES
     }  # fmt: skip
 
 
