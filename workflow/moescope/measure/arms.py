@@ -15,6 +15,7 @@ from ..runtimes.client import THREAD_VARIABLES, Worker, WorkerDied, WorkerError,
 from ..runtimes.environments import Interpreter
 from ..task import Task
 from . import bench as benches
+from . import cpus
 from . import guard as guards
 from .failed import told
 from .failing import failure
@@ -52,6 +53,7 @@ class Arms:
         self.processes: list[Process] = []
         self.limits: dict[str, float] = {}
         self.pass_s: dict[str, float] = {}
+        self.cpus: list[int] = []  # that all processes are confined to; none is no limit
 
     @contextmanager
     def started(self) -> Iterator[None]:
@@ -72,6 +74,10 @@ class Arms:
             self._load(self.processes)
             self.guard.settle()
             self._warm_up(list(self.here))
+            if count := self.task.params["rounds"].get("cpus"):
+                self.cpus = cpus.fastest(count)
+                self.task.say(f"all arms run on CPU {', '.join(map(str, self.cpus))}")
+                self._confine(self.processes)
             yield
 
     def ask(self, arm: str, do: str, **arguments: Any) -> dict[str, Any]:
@@ -142,6 +148,7 @@ class Arms:
                 for process in self.processes
             ],
             "starts": self.journal.starts,
+            **({"cpus": self.cpus} if self.cpus else {}),
             **self.absent,
             "failed": self.failed,
         }
@@ -255,3 +262,10 @@ class Arms:
         self._load([process])
         self.guard.settle()
         self._warm_up([arm for arm in self._left(process) if arm in self.limits])
+        self._confine([process])
+
+    def _confine(self, processes: list[Process]) -> None:
+        """After loading and warm-up, which all CPUs do faster. Commands stay free."""
+        for process in processes if self.cpus else []:
+            if any(not self.is_command(arm) for arm in self._left(process)):
+                cpus.confine(process.worker.pid, self.cpus)
