@@ -34,6 +34,7 @@ localrules:
     doctor,
     history,
     pin,
+    crossover,
 
 
 rule record:

@@ -1,4 +1,5 @@
-# Questions about the results; they print and make nothing that a result depends on.
+# Questions about the results; they print and make nothing that a result depends on. The last two
+# write into the sources, where a person then commits it.
 
 
 # Why each stale job is stale, and what the run will cost.
@@ -47,3 +48,11 @@ rule pin:
         "logs/pin.log",
     shell:
         tool_command("pin", f"--study {study_file()}")
+
+
+# Enter the crossover of the study's record into the table of the fused kernels.
+rule crossover:
+    log:
+        "logs/crossover.log",
+    shell:
+        tool_command("crossover")

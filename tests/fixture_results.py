@@ -175,6 +175,7 @@ class Tree:
         claims: list[dict] | None = None,
         answers: list[dict] | None = None,
         experts: dict[str, dict] | None = None,
+        crossover: dict | None = None,
     ) -> Path:
         """experts: arm -> checkpoint -> the kernels that its experts are to run."""
         params = {
@@ -198,6 +199,7 @@ class Tree:
             "limits": {**LIMITS, "parity": LIMITS_PARITY},
             "claims": CLAIMS if claims is None else claims,
             **({"answers": answers} if answers else {}),
+            **({"crossover": crossover} if crossover else {}),
         }
         from moescope.verdict import analyse
 
@@ -645,7 +647,7 @@ class Tree:
                 "repetition": {"longest_loop": 3, "period": 1},
                 "void": self.parity_void.get((name, arm)),
             }
-        folder = self._ingredients("parity", name, {"limits": LIMITS_PARITY}, {})
+        folder = self._ingredients("parity", name, {"shape": SHAPE, "limits": LIMITS_PARITY}, {})
         write_json(
             folder / "parity.json",
             {

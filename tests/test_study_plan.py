@@ -13,6 +13,7 @@ import pytest
 
 from moescope.errors import UserError
 from moescope.files import write_json, write_text
+from moescope.study import crossover
 from moescope.study.explain import explain
 from moescope.study.load import load, read_yaml
 from moescope.study.plan import OUTPUTS, Plan
@@ -109,6 +110,7 @@ def test_a_new_revision_of_a_checkpoint(repository):
         (("claims", 0, "all", 0, "than"), 0.1, set()),
         (("shape", "generate"), 65, {"warmup", "measure", "trace", "parity"}),
         (("limits", "parity"), {"decided_gap": 1.0}, {"parity"}),
+        (("parity",), {"generate": 64}, {"parity"}),
     ],
 )
 def test_a_parameter_concerns_its_stages(repository, path, value, stages):
@@ -287,3 +289,33 @@ def test_slices_are_a_change_of_the_measurement_alone(repository):
     sliced = plan(changed(config, "rounds", "slices", value=4), root)
     assert all("worker.sliced" in job.code for job in sliced.stage("measure"))
     assert not any("worker.sliced" in job.code for job in plan(config, root))
+
+
+def test_a_crossover_is_a_change_of_the_analysis_alone(repository):
+    config, root = repository
+    names = stale(changed(config, "crossover", value={"over": "expert_width"}), root)
+    assert {name.partition("/")[0] for name in names} == {"analyse", "record"}
+
+
+def test_a_new_entry_of_the_table_reaches_the_arms_that_ask_it(root, tmp_path, monkeypatch):
+    table = tmp_path / "crossover.json"
+    entries = json.loads(crossover.TABLE.read_text())
+    monkeypatch.setattr(crossover.widest, "__defaults__", (table,))
+
+    def keys(change) -> dict[str, str]:
+        (entry,) = (one for one in entries["entries"] if one["device"] == "NVIDIA H200")
+        entry |= change
+        write_json(table, entries)
+        found = {}
+        for name in ("fused-crossover-h200", "fused-moe-h200"):
+            study = load(read_yaml(root / f"studies/{name}.yaml"), name, root)
+            found |= {f"{name} {job.name}": job.key for job in Plan(study, study.machine, root)}
+        return found
+
+    before = keys({})
+    assert keys({"about": {"kind": "measured", "source": "record"}}) == before
+    changed = {name for name, key in keys({"max_width": 9000}).items() if key != before[name]}
+    assert changed and all(name.startswith("fused-moe-h200 ") for name in changed)
+    stages = {name.split()[1].partition("/")[0] for name in changed}
+    assert stages == {"warmup", "measure", "trace", "parity", "analyse", "record"}
+    assert not any(name.endswith((".vlm", ".lm")) for name in changed)

@@ -280,3 +280,43 @@ def test_a_file_that_is_no_study_is_one_line(tmp_path, content, says):
         read_yaml(path)
     with pytest.raises(UserError, match="cannot be read: Is a directory"):
         read_yaml(tmp_path)
+
+
+@pytest.fixture
+def swept(config):
+    """The embedded study with a crossover; its candidate is lm."""
+    config["crossover"] = {"over": "expert_width", "arms": ["lm"]}
+    return config
+
+
+def test_a_crossover_of_candidates_is_valid(swept, root):
+    assert load(swept, "config.yaml", root).crossover.over == "expert_width"
+    del swept["crossover"]["arms"]
+    assert load(swept, "config.yaml", root).crossover.arms is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"over": "width"}, "crossover.over: 'width' is not allowed; allowed: 'expert_width'"),
+        ({"arms": ["skip-experts"]}, "crossover.arms: 'skip-experts' is no candidate"),
+        ({"arms": ["lmm"]}, "crossover.arms: 'lmm' is no candidate of this study; allowed: lm"),
+        ({"arms": []}, "crossover.arms: "),
+        ({"arm": "lm"}, "unknown key arm; allowed: over, arms, checkpoints"),
+        ({"checkpoints": ["qwen3-moe"]}, "crossover.checkpoints: "),
+        ({"checkpoints": ["qwen3-moe"] * 2}, "crossover: a series has two different checkpoints"),
+        ({"checkpoints": ["qwen3-moe", "w1"]}, "crossover.checkpoints: 'w1' is no checkpoint"),
+    ],
+)
+def test_mistakes_in_a_crossover(swept, root, change, says):
+    swept["crossover"] |= change
+    text = complaint(swept, root)
+    assert text.startswith("config.yaml: crossover") and says in text
+    assert "\n" not in text
+
+
+def test_a_crossover_needs_its_property_and_a_candidate(swept, root):
+    del swept["arms"]["lm"], swept["crossover"]["arms"]
+    assert "the study has no arm with the role candidate" in complaint(swept, root)
+    swept["crossover"] = {}
+    assert "crossover.over: missing" in complaint(swept, root)

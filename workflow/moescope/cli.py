@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     command("doctor", _doctor, "is this host ready for the study?")
     command("history", _history, "the study's records over time")
     command("pin", _pin, "resolve the study's branches to revisions and write them into it")
+    command("crossover", _crossover, "enter the crossover of the study's record for the kernels")
     return parser
 
 
@@ -126,3 +127,14 @@ def _pin(options: argparse.Namespace) -> None:
 
     for line in pin(options.root.resolve(), options.study):
         print(line)
+
+
+def _crossover(options: argparse.Namespace) -> None:
+    from .record.known import TABLE, enter
+
+    plan = _plan(options)
+    made = enter(plan.root, plan.record.folder)
+    print(
+        f"{TABLE}: {made['device']}, MLX {made['mlx']}: up to {made['max_width']}; "
+        f"{made['about']['source']}"
+    )

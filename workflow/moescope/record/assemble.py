@@ -55,6 +55,7 @@ def assemble(task: Task) -> dict[str, Any]:
         "reference": analysis["reference"],
         "claims": analysis["claims"],
         "answers": analysis["answers"],
+        "crossover": analysis["crossover"],
         "host": _hosts(results, checkpoints),
         "pins": _pins(task, results),
         "checkpoints": {name: _checkpoint(task, results, name, analysis) for name in checkpoints},
@@ -78,7 +79,7 @@ def assemble(task: Task) -> dict[str, Any]:
 
 # What environment.json says beside the host: processes and arms of one checkpoint.
 NO_HOST = ("schema", "bandwidth", "processes", "starts", "admission")
-NO_HOST += ("not_applicable", "unsupported", "failed")
+NO_HOST += ("cpus", "not_applicable", "unsupported", "failed")
 
 
 def _measured(results: Results, checkpoints: dict[str, Any]) -> dict[str, str]:
@@ -239,18 +240,22 @@ def _method(task: Task, analysis: dict[str, Any]) -> dict[str, Any]:
     """How it was measured, as the study declares it."""
     guard: dict[str, Any] = {}
     trace: dict[str, Any] = {}
+    compared: int | None = None
     for name, folder in task.upstream.items():
         params = ingredients(folder)["params"]
         if name.startswith("measure/"):
             guard = params.get("guard", guard)
         elif name.startswith("trace/"):
             trace = params.get("trace", trace)
+        elif name.startswith("parity/"):
+            compared = params["shape"]["generate"]
     return {
         "shape": analysis["shape"],
         "rounds": analysis["rounds"],
         "limits": analysis["limits"],
         "guard": guard,
         "trace": trace,
+        "parity": {"generate": compared},
         "rule": analysis["rule"],
     }
 

@@ -1,7 +1,8 @@
 """The audit: is each committed record exactly what the committed data say?
 
 For every record: the raw files have the hashes it lists, no run file was altered, every number
-names files and valid runs, and analysis and rendering give the same bytes again.
+names files and valid runs, and analysis and rendering give the same bytes again. What the kernels
+know as measured must be what a committed record says.
 """
 
 import tempfile
@@ -19,6 +20,7 @@ from ..verdict.results import read_runs
 from ..verdict.statistics import is_figure
 from . import stage
 from .assemble import BOUNDS, DECLARED, SCHEMA
+from .known import unsupported
 
 OTHER_CODE = "was rendered by other code than the present; run `snakemake rerender`"
 
@@ -37,7 +39,7 @@ def audit(root: Path) -> list[str]:
             problems += _Record(root, path).problems()
         except UserError as error:
             problems.append(_relative(root, str(error)))
-    return list(dict.fromkeys(problems))
+    return list(dict.fromkeys([*problems, *unsupported(root)]))
 
 
 def _relative(root: Path, text: str) -> str:
@@ -159,11 +161,18 @@ class _Record:
             )
             with tempfile.TemporaryDirectory(prefix="moescope-audit-") as out:
                 run(_task(self.root, ingredients, Path(out)))
-                for name in OUTPUTS[ingredients["stage"]]:
-                    one, two = (kept / name).read_bytes(), (Path(out) / name).read_bytes()
-                    if one != two:
-                        where = (kept / name).relative_to(self.root).as_posix()
-                        yield f"{where}: is not what the data give: {_difference(one, two)}"
+                made = {path.name for path in Path(out).iterdir()}
+                there = {path.name for path in kept.iterdir() if not path.name.startswith(".")}
+                for name in sorted(made | there - {"ingredients.json", "cost.json"}):
+                    where = (kept / name).relative_to(self.root).as_posix()
+                    if name not in there:
+                        yield f"{where}: is missing; restore it from git"
+                    elif name not in made:
+                        yield f"{where}: is nothing that the data give; remove it"
+                    else:
+                        one, two = (kept / name).read_bytes(), (Path(out) / name).read_bytes()
+                        if one != two:
+                            yield f"{where}: is not what the data give: {_difference(one, two)}"
 
 
 class _QuietTask(Task):

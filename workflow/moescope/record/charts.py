@@ -36,6 +36,7 @@ def draw(record: dict[str, Any]) -> dict[str, Chart]:
         "rates": rates(record),
         "terms": terms(record),
         "sweep": sweep(record),
+        "crossover": crossover(record),
         "timeline": timeline(record),
         "roofline": roofline(record),
     }
@@ -319,6 +320,78 @@ def sweep(record: dict[str, Any]) -> Chart | None:
     text = "Time per token against experts per token, with the line fitted to it"
     legend = list(zip(_lines(names), names, strict=True))
     return Chart([("", svg(spec, text, 64))], legend)
+
+
+def crossover(record: dict[str, Any]) -> Chart | None:
+    """Ratios over the property in which checkpoints differ; both axes logarithmic, so that what is
+    interpolated lies on the lines."""
+    if record["crossover"] is None:
+        return None
+    rows = []
+    for arm, entry in record["crossover"]["arms"].items():
+        for of, what in (("wall", "token's time"), ("gpu", "GPU's time of the block")):
+            rows += [
+                {
+                    "series": f"{arm}: {what}",
+                    "x": point["at"]["value"],
+                    **{key: point["ratio"][key] for key in ("value", "min", "max")},
+                }
+                for point in entry[of]["points"]
+                if point["ratio"]
+            ]
+    if not rows:
+        return None
+    names = list(dict.fromkeys(row["series"] for row in rows))
+    places = sorted({row["x"] for row in rows})
+    low, high = min(1, *(row["min"] for row in rows)), max(1, *(row["max"] for row in rows))
+    left, right = places[0] / 1.15, places[-1] * 1.15
+    bottom, top = low / 1.05, high * 1.05
+    x = {"type": "quantitative", "scale": {"type": "log", "nice": False, "domain": [left, right]}}
+    title = record["crossover"]["over"].replace("_", " ")
+    x["axis"] = _axis(title=title, values=places, format="d", grid=False, **BELOW)
+    y = {"type": "quantitative", "scale": {"type": "log", "nice": False, "domain": [bottom, top]}}
+    y["axis"] = _axis(title="base ÷ arm", values=_ratios(bottom, top), format="~g", **BESIDE)
+    over = {"field": "x", **x}
+    colour = _colours(names, _lines(names), "series")
+    spec = {
+        "width": 640,
+        "height": 260,
+        "layer": [
+            {
+                "data": {"values": [{"x": left, "value": 1}, {"x": right, "value": 1}]},
+                "mark": {"type": "line", "strokeWidth": 1.5, "color": "var(--ink-2)"},
+                "encoding": {"x": over, "y": {"field": "value", **y}},
+            },
+            {
+                "data": {"values": rows},
+                "mark": {"type": "line", "strokeDash": [4, 3], "strokeWidth": 1.5},
+                "encoding": {"x": over, "y": {"field": "value", **y}, "color": colour},
+            },
+            {
+                "data": {"values": rows},
+                "mark": {"type": "rule", "strokeWidth": 2},
+                "encoding": {
+                    "x": over,
+                    "y": {"field": "min", **y},
+                    "y2": {"field": "max"},
+                    "color": colour,
+                },
+            },
+            {
+                "data": {"values": rows},
+                "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1},
+                "encoding": {"x": over, "y": {"field": "value", **y}, "color": colour},
+            },
+        ],
+    }
+    text = f"Ratio of times, base to arm, over the {title}; above 1 the arm is the faster one"
+    return Chart([("", svg(spec, text, 64))], list(zip(_lines(names), names, strict=True)))
+
+
+def _ratios(low: float, high: float) -> list[float]:
+    """Round ratios between two numbers, closer together where these are close to each other."""
+    step = 0.1 if high / low < 2 else 0.25 if high / low < 4 else 0.5
+    return [n * step for n in range(1, 1 + int(high / step)) if n * step >= low]
 
 
 def roofline(record: dict[str, Any]) -> Chart | None:

@@ -283,6 +283,11 @@ _SLICED = (
     "slices."
 )
 
+_CONFINED = (
+    " After their warm-up all arms' processes run on the same {cpus} CPUs, those that did a fixed "
+    "piece of work the fastest just before; commands run on any."
+)
+
 
 def method(record: Record) -> list[str]:
     """How it was measured, a line each."""
@@ -299,7 +304,10 @@ def method(record: Record) -> list[str]:
         "the prefill. The tools divide by other counts; the table below gives both.",
         f"Rounds: {rounds['count']}, each visiting every arm once and starting one arm later, "
         f"after {rounds['warmup']} discarded warm-up in the same process."
-        + (_SLICED.format(slices=slices) if slices > 1 else ""),
+        + (_SLICED.format(slices=slices) if slices > 1 else "")
+        + (_CONFINED.format(cpus=rounds["cpus"]) if "cpus" in rounds else ""),
+        f"Parity: {method['parity']['generate']} greedy tokens of the same prompt, and as many led "
+        "along the reference's, in a pass of their own that is not timed.",
         f"Decision rule, fixed before the numbers: {method['rule']}",
         "Claims: a condition holds if its whole range satisfies it, fails if the whole range "
         "violates it. A claim is supported if all its conditions hold, refuted if all fail, "

@@ -21,6 +21,11 @@ NAME = PACKAGE.name
 CHECKED = frozenset({"checkpoints.materialise", "runtimes.environments"})
 
 
+# A table that decides for some arms and not for others: what it decides is an ingredient of these
+# (study.crossover).
+DECIDING = frozenset({"kernels/crossover.json"})
+
+
 def fingerprints(*roots: str) -> dict[str, str]:
     """Module name -> 12 hex digits, for the roots and all that they import of moescope.
 
@@ -40,7 +45,9 @@ def fingerprints(*roots: str) -> dict[str, str]:
         found[name] = tree_hash
         waiting += (module for module in imports if module not in CHECKED)
         for file in data:
-            found[str(file.relative_to(PACKAGE))] = data_fingerprint(file)
+            named = file.relative_to(PACKAGE).as_posix()
+            if named not in DECIDING:
+                found[named] = data_fingerprint(file)
     return dict(sorted(found.items()))
 
 

@@ -233,6 +233,7 @@ def _inconsistencies(study: Study, root: Path) -> list[str]:
     lines += _claims(study)
     lines += _experts(study)
     lines += _answers(study)
+    lines += _crossover(study)
     return lines
 
 
@@ -328,6 +329,32 @@ def _answers(study: Study) -> list[str]:
         ]
         if answer.arm is not None and answer.arm not in study.arms:
             lines.append(f"{key}: {answer.arm!r} is no arm of this study")
+    return lines
+
+
+def _crossover(study: Study) -> list[str]:
+    if study.crossover is None:
+        return []
+    lines = []
+    candidates = study.role("candidate")
+    if not candidates:
+        lines.append("crossover: the study has no arm with the role candidate to compare")
+    for name in study.crossover.arms or []:
+        if candidates and name not in candidates:
+            lines.append(
+                f"crossover.arms: {name!r} is no candidate of this study; allowed: "
+                f"{', '.join(candidates)}"
+            )
+    names = study.crossover.checkpoints
+    for name in names or []:
+        if name not in study.checkpoints:
+            lines.append(
+                f"crossover.checkpoints: {name!r} is no checkpoint of this study; allowed: "
+                f"{', '.join(study.checkpoints)}"
+            )
+    subjects = [name for name, entry in study.checkpoints.items() if entry.role == "subject"]
+    if len(set(names or subjects)) < 2:
+        lines.append("crossover: a series has two different checkpoints at least")
     return lines
 
 

@@ -5,6 +5,7 @@ the results it reads, and the fingerprint of the code that makes it. Since the k
 path, a result is there or it is not; nothing else decides whether a job runs.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +14,9 @@ from typing import Any
 
 from ..files import digest, sha256_text
 from ..runtimes import spec
+from . import crossover
 from .fingerprint import data_fingerprint, fingerprints
-from .schema import Arm, HubSource, Machine, PythonRuntime, Study, SyntheticSource
+from .schema import AmbientRuntime, Arm, HubSource, Machine, PythonRuntime, Study, SyntheticSource
 
 # What every arm's process runs: its loop, loading, the measured pass, patches by name.
 WORKER = ("worker.__main__", "worker.load", "worker.decode")
@@ -204,6 +206,7 @@ class Plan:
             "shape": _dump(self.study.shape),
             "machine": _dump(self.machine),
             **self._memory(),
+            **self._widest([arm]),
         }
         code = self._code_of("warmup", [arm])
         self._add("warmup", f"{checkpoint}.{arm}", params, self._stand(checkpoint, [arm]), code)
@@ -220,6 +223,7 @@ class Plan:
             "machine": _dump(self.machine),
             "session": self.study.study.session,
             **self._memory(),
+            **self._widest(arms),
         }
         code = self._code_of("measure", arms)
         if self.study.rounds.slices > 1:
@@ -237,6 +241,7 @@ class Plan:
             "machine": _dump(self.machine),
             "session": self.study.study.session,
             **self._memory(),
+            **self._widest([arm]),
         }
         code = self._code_of("trace", [arm]) + BACKEND_CODE.get(self.machine.backend, ())
         self._add("trace", f"{checkpoint}.{arm}", params, self._stand(checkpoint, [arm]), code)
@@ -250,10 +255,11 @@ class Plan:
         params = {
             "checkpoint": checkpoint,
             "arms": {arm: self._arm(arm) for arm in arms},
-            "shape": _dump(self.study.shape),
+            "shape": _dump(self.study.shape) | _dump(self.study.parity),
             "limits": _dump(self.study.limits.parity),
             "machine": _dump(self.machine),
             **self._memory(),
+            **self._widest(arms),
         }
         code = self._code_of("parity", arms)
         self._add("parity", checkpoint, params, self._stand(checkpoint, arms), code)
@@ -280,6 +286,7 @@ class Plan:
             "limits": _dump(study.limits),
             "claims": [_dump(claim) for claim in study.claims],
             **({"answers": [_dump(answer) for answer in study.answers]} if study.answers else {}),
+            **({"crossover": _dump(study.crossover)} if study.crossover else {}),
         }
         self._add("analyse", study.study.name, params, list(self._jobs))
 
@@ -328,6 +335,24 @@ class Plan:
     def _memory(self) -> dict[str, int]:
         cap = self.study.limits.memory
         return {} if cap is None else {"memory": cap}
+
+    def _widest(self, arms: list[str]) -> dict[str, Any]:
+        """What the fused kernels' table decides for those of these arms that ask it."""
+        found = {}
+        for name in arms:
+            arm = self.study.arms[name]
+            if crossover.asks(arm.patches, arm.env):
+                mlx = self._mlx(arm.runtime)
+                found[name] = crossover.widest(self.machine.backend, self.machine.gpu, mlx)
+        return {"widest_fused": found} if found else {}
+
+    def _mlx(self, runtime: str) -> str:
+        """The MLX that a runtime pins."""
+        pin = self.study.runtimes[runtime]
+        if isinstance(pin, AmbientRuntime):
+            return pin.pins["mlx"]
+        lock = (self.root / "envs" / f"{pin.env}.txt").read_text()
+        return re.search(r"^mlx(?:\[.*\])?==([^\s;]+)", lock, re.M).group(1)
 
     def _stand(self, checkpoint: str, arms: list[str]) -> list[str]:
         """The checkpoint and the builds that some arms stand on."""

@@ -176,18 +176,27 @@ class Shape(Strict):
     generate: Annotated[int, Field(ge=4)] = 128
 
 
+class Parity(Strict):
+    """generate: greedy tokens to compare, where it is not the shape's number of them."""
+
+    generate: Annotated[int, Field(ge=4)] | None = None
+
+
 class Rounds(Strict):
     """slices: turns that the arms of a round take at decoding, a few tokens each; 1 is whole runs,
-    one arm after the other. The first forward of each slice is not timed."""
+    one arm after the other. The first forward of each slice is not timed. cpus: that many CPUs,
+    the same for all arms' processes, the fastest at the start (Linux; commands stay free)."""
 
     count: Annotated[int, Field(ge=3)] = 5
     warmup: Annotated[int, Field(ge=1)] = 1
     slices: Annotated[int, Field(ge=1)] = 1
+    cpus: Annotated[int, Field(ge=1)] | None = None
 
     @model_serializer(mode="wrap")
     def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Whole runs are what a study without the key says: its results keep their keys.
-        return {key: value for key, value in dump(self).items() if (key, value) != ("slices", 1)}
+        # What a study without the key says: its results keep their keys.
+        unsaid = {"slices": 1, "cpus": None}
+        return {k: v for k, v in dump(self).items() if k not in unsaid or v != unsaid[k]}
 
 
 class Guard(Strict):
@@ -247,6 +256,15 @@ class Claim(Strict):
     arm: Name | None = None
 
 
+class Crossover(Strict):
+    """Where along a series of checkpoints, which differ in ``over`` alone, an arm stops being the
+    faster one. arms: without it every candidate; checkpoints: without it every MoE subject."""
+
+    over: Literal["expert_width", "experts", "top_k", "hidden"]
+    arms: Annotated[list[Name], Field(min_length=1)] | None = None
+    checkpoints: Annotated[list[Name], Field(min_length=2)] | None = None
+
+
 class Answer(Strict):
     """A question put to the study, in its own words, and what in the record answers it: quantities
     (as claims name them, and "path": the experts' kernels), claims, or why nothing does."""
@@ -283,8 +301,10 @@ class Study(Strict):
     guard: Guard = Guard()
     limits: Limits = Limits()
     trace: Trace = Trace()
+    parity: Parity = Parity()
     claims: list[Claim] = []
     answers: list[Answer] = []
+    crossover: Crossover | None = None
 
     def role(self, role: Role) -> list[str]:
         """Names of the arms with a role, in the study's order."""

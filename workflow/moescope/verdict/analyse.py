@@ -14,6 +14,7 @@ from . import answers, attribution, claims, compact, missing, path, rule
 from . import arms as of_arms
 from .bound import bound
 from .ceiling import bandwidths, ceiling
+from .crossover import crossover
 from .detection import detection
 from .dispatch import dispatch
 from .kernels import kernels as of_kernels
@@ -61,6 +62,7 @@ def analyse(results: Results, params: dict[str, Any]) -> dict[str, Any]:
     }
     analysis["claims"] = claims.judge(params["claims"], analysis)
     analysis["answers"] = answers.answer(params.get("answers", []), analysis)
+    analysis["crossover"] = crossover(params.get("crossover"), analysis, results)
     analysis["not_measured"] = missing.not_measured(analysis, params)
     return analysis
 

@@ -50,7 +50,7 @@ def not_measured(analysis: dict[str, Any], params: dict[str, Any]) -> list[str]:
         for name, entry in checkpoints.items()
         if entry["interrupted"]
     ]
-    lines += _arms(checkpoints)
+    lines += _arms(checkpoints) + _crossover(analysis["crossover"])
     lines += _attribution(checkpoints, backend)
     lines += _fallen_back(checkpoints) + _unexplained(checkpoints) + _first_use(checkpoints)
     lines += _instruments(checkpoints)
@@ -71,6 +71,27 @@ def _arms(checkpoints: dict[str, Any]) -> list[str]:
         + f": {reason}."
         for reason, places in reasons.items()
     ]
+
+
+def _crossover(found: dict[str, Any] | None) -> list[str]:
+    """A crossover that the study asks for and its results do not give."""
+    if found is None:
+        return []
+    word = found["over"].replace("_", " ")
+    if found["refused"]:
+        return [f"The crossover over {word}: {found['refused']}."]
+    lines = []
+    for arm, entry in found["arms"].items():
+        for of, what in (("wall", "the token's time"), ("gpu", "the GPU's time of the MoE block")):
+            reasons: dict[str, list[str]] = {}
+            for point in entry[of]["points"]:
+                if point["why"]:
+                    reasons.setdefault(point["why"], []).append(point["checkpoint"])
+            lines += [
+                f"In the crossover of {arm} over {word}, by {what}: {', '.join(names)}: {why}."
+                for why, names in reasons.items()
+            ]
+    return lines
 
 
 def _attribution(checkpoints: dict[str, Any], backend: str) -> list[str]:
