@@ -34,11 +34,13 @@ static void expect(const u8* at, const u8* w, const u8* s, int step, int end, in
   const int ahead = step * 128 / P::GROUP * PANEL::EACH;
   for (int r = 0; r < 8; ++r) {
     for (int i = 0; i < PANEL::WIDE; ++i)
-      failures +=
-          at[r * PANEL::STRIDE + i] != (first + i < limit ? w[r * PANEL::ROW + first + i] : 0);
-    for (int i = 0; i < PANEL::SCALES; ++i)
-      failures += at[scales_at + r * PANEL::SCALE_STRIDE + i] !=
-                  (ahead + i < PANEL::SCALE_ROW ? s[r * PANEL::SCALE_ROW + ahead + i] : 0);
+      failures += at[r * PANEL::STRIDE + PANEL::crossed(r, i)] !=
+                  (first + i < limit ? w[r * PANEL::ROW + first + i] : 0);
+    for (int i = 0; i < PANEL::SCALES; ++i) {
+      const u8 have = at[scales_at + r * PANEL::SCALE_STRIDE + PANEL::late(r, step) + i];
+      if (ahead + i < PANEL::SCALE_ROW) failures += have != s[r * PANEL::SCALE_ROW + ahead + i];
+      else failures += !PANEL::COVERED && have != 0;  // covered: the next row's
+    }
   }
 }
 template <class A, class B, int D, int U, int APART>
@@ -112,12 +114,12 @@ def _stages(spec, geometry, device):
             yield gate, spec.up, spec.hidden, first.batch, plan.warps, plan.each
             if shared:
                 kind = (shared.gate or shared.up, shared.up, spec.hidden)
-                yield *kind, first.batch, plan.warps, plan.each
+                yield *kind, first.extra, plan.warps, plan.each
         if second:
             yield spec.down, spec.down, spec.width, second.batch, plan.split, plan.down_each
             if shared:
                 kind = (shared.down, shared.down, shared.width)
-                yield *kind, second.batch, plan.shared_split, plan.shared_each
+                yield *kind, second.extra, plan.shared_split, plan.shared_each
 
 
 def check_every_shape():

@@ -76,6 +76,28 @@ def check_crossover_is_measured_or_carried():
     assert "schema" in _refused(lambda: gate.crossover(H200, "0.32.4", bad))
 
 
+def check_the_plan_and_the_gate_read_the_table_alike():
+    """A result's key holds the width that the gate will find."""
+    from moescope.study.crossover import asks, widest
+
+    about = {"kind": "measured", "source": "record a"}
+    rows = [("NVIDIA H200", "0.32.4", 5000), ("NVIDIA H200", "0.31.0", 3000),
+            ("NVIDIA GB10", "0.33.0", 900)]  # fmt: skip
+    table = _table(
+        [{"device": d, "language": "cuda", "mlx": m, "max_width": w, "about": about}
+         for d, m, w in rows]
+    )  # fmt: skip
+    for name in ("NVIDIA H200", "NVIDIA GB10", "NVIDIA B200"):
+        for mlx in ("0.31.0", "0.32.4", "0.33.0", "0.40.0"):
+            here = dataclasses.replace(H200, name=name)
+            assert widest("cuda", name, mlx, table) == gate.crossover(here, mlx, table).max_width
+    assert len(widest("cuda", None, "0.32.4", table)) == 3
+    assert widest("metal", "Apple M1", "0.32.4", table) is None
+    for env in ({gate.MODE: "force"}, {gate.MODE: "off"}, {gate.WIDTH: "9"}):
+        assert not asks(["fused"], env)
+    assert asks(["fused"], {}) and asks(["fused"], {gate.MODE: "on"}) and not asks([], {})
+
+
 def check_committed_table():
     """Every entry says where it comes from; a measured one names its record."""
     data = json.loads(gate.TABLE.read_text())
@@ -150,7 +172,7 @@ def check_launches_fit():
                 assert how.ring_bytes <= memory
         one = first_launch(spec, plan, Geometry(), 132, 232448)
         assert one.blocks <= sum(tiles(spec))
-        assert one.stage == first_stage(spec, one.batch)
+        assert one.stage == first_stage(spec, one.batch, one.extra)
     assert not [item for item in left if item[1] == 232448], left
 
 

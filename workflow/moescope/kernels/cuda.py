@@ -20,6 +20,7 @@ from . import source
 from .common import check, dynamic_names, projection_text, static_inputs
 from .device import Device
 from .layout import (
+    GIVEN_STEP,
     Cut,
     Geometry,
     Launch,
@@ -28,7 +29,8 @@ from .layout import (
     down_launch,
     first_launch,
     first_static,
-    given_bytes,
+    given_steps,
+    given_whole,
     steps,
     tiles,
 )
@@ -108,6 +110,10 @@ def first_values(spec: Spec, plan: Cut, how: Launch, rows: int) -> dict[str, obj
             "ROUTED_TILES": routed,
             "SHARED_TILES": shared,
             "BATCH": how.batch,
+            "EXTRA_BATCH": how.extra,
+            "EVEN_EXTRA": int(
+                plan.each * plan.warps * STEP == spec.hidden and plan.each % how.extra == 0
+            ),
             "STAGES": how.stages,
             "STAGE_BYTES": how.stage,
             "PREFETCH_ROWS": rows,
@@ -117,19 +123,30 @@ def first_values(spec: Spec, plan: Cut, how: Launch, rows: int) -> dict[str, obj
 
 def second_values(spec: Spec, plan: Cut, how: Launch) -> dict[str, object]:
     """Constants of the second half."""
+    given = given_steps(spec, plan, max(how.batch, how.extra if spec.shared else 0))
     even = plan.down_each * plan.split * STEP == spec.width and plan.down_each % how.batch == 0
+    extra_even = bool(spec.shared) and (
+        plan.shared_each * plan.shared_split * STEP == spec.shared.width
+        and plan.shared_each % how.extra == 0
+    )
     return (
         source.block_values(spec)
         | source.middle(spec)
         | {
             "ONE_LAUNCH": 0,
+            "EAGER": 0,
             "ROUTER_K": spec.router.top_k,
             "SPLIT": plan.split,
             "DOWN_STEPS": plan.down_each,
-            "EVEN_DOWN": int(even and spec.shared is None),
+            "EVEN_DOWN": int(even),
+            "EVEN_EXTRA_DOWN": int(extra_even),
             "DOWN_BATCH": how.batch,
             "BLOCK_WARPS": how.warps,
-            "GIVEN_BYTES": given_bytes(spec, plan),
+            "EXTRA_DOWN_BATCH": how.extra,
+            "GIVEN_BYTES": given * GIVEN_STEP,
+            "GIVEN_STEPS": given,
+            "GIVEN_WHOLE": int(given_whole(spec, plan)),
+            "DOWN_SETS": how.sets,
             "STAGES": how.stages,
             "STAGE_BYTES": how.stage,
             "SHARED_SPLIT": plan.shared_split,
@@ -172,6 +189,7 @@ def whole_block(
     values = second_values(spec, plan, how[1]) | first_values(spec, plan, how[0], 0)
     values |= {
         "ONE_LAUNCH": 1,
+        "EAGER": 1,
         "GRID_BLOCKS": f"{how[0].blocks}ull",
         "SCRATCH_HEAD": SCRATCH_HEAD,
         "MID_PLACE": place_bytes(spec),

@@ -17,7 +17,9 @@ from .weights import Format
 VARIABLE = "MOESCOPE_FUSED_GEOMETRY"
 NOMINAL_CORES = 132
 IN_FLIGHT = 32  # words of weights per lane and stage: two rows' chunks of each step
-GIVEN_MOST = 32768  # bytes of the operand of a block of the second half, to be kept
+GIVEN_MOST = 32768  # bytes of the operand of a block of the second half, to be kept whole
+SETS_MOST = 2  # sixteens of rows of the second half that a block takes at once
+GIVEN_STEP = 512 + 16  # bytes of a step of it
 MANY_STEPS = 128  # of the second half's rows, above which more warps share them
 DOWN_WARPS = 8  # warps of the second half per block, about
 
@@ -118,6 +120,18 @@ def _most(spec: Spec) -> tuple[int, int]:
     return min(first), min(second)
 
 
+def _steps_most(spec: Spec, wanted: int) -> tuple[int, int, int, int]:
+    """Steps of a stage at most: routed and shared of the first half, then of the second."""
+    pairs = [(spec.gate or spec.up, spec.up), (spec.down, spec.down)]
+    if spec.shared:
+        pairs.insert(1, (spec.shared.gate or spec.shared.up, spec.shared.up))
+        pairs.append((spec.shared.down, spec.shared.down))
+    else:
+        pairs = [pairs[0], pairs[0], pairs[1], pairs[1]]
+    found = [min(batch(*pair), wanted or 8) for pair in pairs]
+    return found[0], found[1], found[2], found[3]
+
+
 def cut(spec: Spec) -> Cut:
     """By shape alone."""
     most, down_most = _most(spec)
@@ -139,38 +153,36 @@ def cut(spec: Spec) -> Cut:
 def panel_bytes(form: Format, columns: int, unit: int) -> int:
     """Bytes of eight rows of ``unit`` steps in a stage (matvec.cuh: Panel::SIZE)."""
     wide = unit * 4 * form.chunk_bytes
-    stride = -(-wide // 128) * 128
-    if form.chunk_bytes != 16:
-        stride += 16
-    else:
-        stride += -64 if wide % 128 == 64 else 64
+    stride = wide if form.chunk_bytes == 16 else -(-wide // 128) * 128 + 16
     each = {"affine": 2}.get(form.mode, 1)
     count = 0 if form.mode == "dense" else -(-unit * STEP // form.group)
-    scales = -(-count * each // 16) * 16
+    covered = columns // form.group * each % 4 == 2 and form.group >= 32 * each
+    scales = -(-(count * each + (14 if covered and count else 0)) // 16) * 16
     return 8 * stride + 8 * scales * (2 if form.mode == "affine" else 1)
 
 
-def stage_bytes(pairs: list[tuple[Format, Format, int]], unit: int) -> int:
-    """Bytes of the largest stage of these pairs of panels (formats, columns)."""
-    return max(
-        -(-(panel_bytes(a, d, unit) + panel_bytes(b, d, unit)) // 128) * 128 for a, b, d in pairs
-    )
+def stage_bytes(a: Format, b: Format, columns: int, unit: int) -> int:
+    """Bytes of a stage of these two panels."""
+    return -(-(panel_bytes(a, columns, unit) + panel_bytes(b, columns, unit)) // 128) * 128
 
 
-def first_stage(spec: Spec, unit: int) -> int:
-    """Bytes of a stage of the first half, ``unit`` steps a stage."""
-    pairs = [(spec.gate or spec.up, spec.up, spec.hidden)]
+def first_stage(spec: Spec, unit: int, extra: int) -> int:
+    """Bytes of a stage of the first half: ``unit`` steps of it, ``extra`` of the shared expert."""
+    found = stage_bytes(spec.gate or spec.up, spec.up, spec.hidden, unit)
     if spec.shared:
-        pairs.append((spec.shared.gate or spec.shared.up, spec.shared.up, spec.hidden))
-    return stage_bytes(pairs, unit)
+        forms = (spec.shared.gate or spec.shared.up, spec.shared.up)
+        found = max(found, stage_bytes(*forms, spec.hidden, extra))
+    return found
 
 
-def down_stage(spec: Spec, unit: int) -> int:
-    """Bytes of a stage of the second half, ``unit`` steps a stage."""
-    pairs = [(spec.down, spec.down, spec.width)]
+def down_stage(spec: Spec, unit: int, extra: int) -> int:
+    """Bytes of a stage of the second half, likewise."""
+    found = stage_bytes(spec.down, spec.down, spec.width, unit)
     if spec.shared:
-        pairs.append((spec.shared.down, spec.shared.down, spec.shared.width))
-    return stage_bytes(pairs, unit)
+        found = max(
+            found, stage_bytes(spec.shared.down, spec.shared.down, spec.shared.width, extra)
+        )
+    return found
 
 
 def first_static(spec: Spec, warps: int) -> int:
@@ -189,7 +201,8 @@ def tiles(spec: Spec) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Launch:
-    """One half's launch: blocks, warps a block, steps a stage, stages of a ring, bytes of a stage.
+    """One half's launch: blocks, warps a block, steps a stage (of the shared expert: ``extra``),
+    stages of a ring, bytes of a stage.
 
     Steps are added one by one whatever the stage holds, so none of this touches the result.
     """
@@ -197,9 +210,11 @@ class Launch:
     blocks: int
     warps: int
     batch: int
+    extra: int
     stages: int
     stage: int
     groups: int = 0  # tiles at once, where there are warps beside theirs
+    sets: int = 1  # sixteens of rows of the second half at once
     given: int = 0  # bytes of the second half's operand, behind the rings
 
     @property
@@ -210,7 +225,7 @@ class Launch:
 
 def _stages(room: int, wanted: int, needed: int) -> int:
     """Stages that fit: as many as wanted (0: needed, eight at most), at least two or none."""
-    count = min(room, wanted or max(2, min(needed + 1, 8)))
+    count = min(room, wanted or max(2, min(needed, 8)))
     return count if count >= 2 else 0
 
 
@@ -220,20 +235,23 @@ def first_launch(spec: Spec, plan: Cut, chosen: Geometry, cores: int, memory: in
     blocks = min(chosen.cores or cores, total)
     each = -(-total // blocks)
     # A short run is over before deep stages have filled: shallow ones, fewer warps (measured).
-    most = min(plan.each, _most(spec)[0])
-    short = -(-each * plan.warps // 16) * -(-plan.each // most) <= 3
-    most = min(most, chosen.steps or (2 if short else most))
+    most, extra_most = _steps_most(spec, chosen.steps)[:2]
+    short = -(-each * plan.warps // 16) * -(-plan.each // min(most, plan.each)) <= 3
+    if short and not chosen.steps:
+        most, extra_most = min(most, 2), min(extra_most, 2)
     groups = max(1, (chosen.warps or (12 if short else 16)) // plan.warps)
     groups = min(groups, each, 15, 32 // plan.warps)
-    for unit in range(even_batch(plan.each, most), 0, -1):
-        stage = first_stage(spec, unit)
+    for limit in range(max(most, extra_most), 0, -1):
+        unit = even_batch(plan.each, min(most, limit))
+        extra = even_batch(plan.each, min(extra_most, limit))
+        stage = first_stage(spec, unit, extra)
         for count in range(groups, 0, -1):
             warps = count * plan.warps
             room = (memory - first_static(spec, warps)) // (warps * stage)
             needed = -(-plan.each // unit) * -(-each // count)
             stages = _stages(room, chosen.stages, needed)
             if stages:
-                return Launch(blocks, warps, unit, stages, stage)
+                return Launch(blocks, warps, unit, extra, stages, stage)
     return None
 
 
@@ -242,24 +260,32 @@ def down_launch(spec: Spec, plan: Cut, chosen: Geometry, cores: int, memory: int
     row_tiles = spec.out // 16
     blocks = min(chosen.cores or cores, row_tiles)
     warps = down_warps(spec, plan)
-    most = min(plan.down_each, _most(spec)[1])
-    short = -(-plan.down_each // most) * -(-row_tiles // blocks) <= 2
-    most = min(most, chosen.steps or (2 if short else most))
-    given = given_bytes(spec, plan) * warps
-    for unit in range(even_batch(plan.down_each, most), 0, -1):
-        stage = down_stage(spec, unit)
+    most, extra_most = _steps_most(spec, chosen.steps)[2:]
+    short = -(-plan.down_each // min(most, plan.down_each)) * -(-row_tiles // blocks) <= 2
+    if short and not chosen.steps:
+        most, extra_most = min(most, 2), min(extra_most, 2)
+    for limit in range(max(most, extra_most), 0, -1):
+        unit = even_batch(plan.down_each, min(most, limit))
+        extra = even_batch(plan.shared_each or 1, min(extra_most, limit))
+        given = given_steps(spec, plan, max(unit, extra)) * GIVEN_STEP * warps
+        stage = down_stage(spec, unit, extra)
         room = (memory - 2048 - warps * 128 - given) // (warps * stage)
         needed = -(-plan.down_each // unit) * -(-row_tiles // blocks)
         stages = _stages(room, chosen.stages, needed)
         if stages and warps <= 32:
-            return Launch(blocks, warps, unit, stages, stage, given=given)
+            return Launch(blocks, warps, unit, extra, stages, stage, given=given)
     return None
 
 
-def given_bytes(spec: Spec, plan: Cut) -> int:
-    """Bytes of the operand that each warp of the second half keeps; 0 where it is too large."""
-    each = max(plan.down_each, plan.shared_each) * (512 + 16)
-    return each if each * down_warps(spec, plan) <= GIVEN_MOST else 0
+def given_whole(spec: Spec, plan: Cut) -> bool:
+    """Whether each warp of the second half keeps all of its operand."""
+    return given_steps(spec, plan, 0) > 0
+
+
+def given_steps(spec: Spec, plan: Cut, unit: int) -> int:
+    """Steps of the operand that a warp of the second half keeps: all of them, or a stage's."""
+    each = max(plan.down_each, plan.shared_each)
+    return each if each * GIVEN_STEP * down_warps(spec, plan) <= GIVEN_MOST else unit
 
 
 def down_warps(spec: Spec, plan: Cut) -> int:
@@ -276,30 +302,30 @@ def block_launch(
     blocks = min(chosen.cores or cores, max(total, row_tiles))
     second = down_warps(spec, plan)
     each, rows = -(-total // blocks), -(-row_tiles // blocks)
-    most, down_most = min(plan.each, _most(spec)[0]), min(plan.down_each, _most(spec)[1])
-    if chosen.steps:
-        most, down_most = min(most, chosen.steps), min(down_most, chosen.steps)
-    given = given_bytes(spec, plan) * second
+    most = _steps_most(spec, chosen.steps)
+    cuts = (plan.each, plan.each, plan.down_each, plan.shared_each or 1)
     # Long runs want more warps; short ones, whose operand is kept, deeper rings (measured).
-    groups = max(1, (chosen.warps or (12 if given else 16)) // plan.warps)
-    groups = min(groups, each, 14, 32 // plan.warps)
-    for limit in range(max(most, down_most), 0, -1):
-        unit = even_batch(plan.each, min(most, limit))
-        down_unit = even_batch(plan.down_each, min(down_most, limit))
-        stage = max(first_stage(spec, unit), down_stage(spec, down_unit))
+    groups = max(1, (chosen.warps or (12 if given_whole(spec, plan) else 16)) // plan.warps)
+    groups = min(groups, each, 14 - SETS_MOST + 1, 32 // plan.warps)
+    for limit in range(max(most), 0, -1):
+        units = [even_batch(c, min(m, limit)) for c, m in zip(cuts, most, strict=True)]
+        unit, extra, down_unit, down_extra = units
+        stage = max(first_stage(spec, unit, extra), down_stage(spec, down_unit, down_extra))
         for count in range(groups, 0, -1):
             warps = max(count * plan.warps, second)
             if warps > 32:
                 continue
-            fixed = first_static(spec, warps) + 128 * second + given
+            sets = min(SETS_MOST, rows, warps // second)
+            given = given_steps(spec, plan, max(down_unit, down_extra)) * GIVEN_STEP * second * sets
+            fixed = first_static(spec, warps) + 128 * second * sets + given
             room = (memory - fixed) // (warps * stage)
-            needed = (
-                -(-plan.each // unit) * -(-each // count) + -(-plan.down_each // down_unit) * rows
-            )
+            needed = -(-plan.each // unit) * -(-each // count)
+            needed += -(-plan.down_each // down_unit) * -(-rows // sets)
             stages = _stages(room, chosen.stages, needed)
             if stages:
+                rest = (stages, stage, count, sets, given)
                 return (
-                    Launch(blocks, warps, unit, stages, stage, count, given),
-                    Launch(blocks, warps, down_unit, stages, stage, count, given),
+                    Launch(blocks, warps, unit, extra, *rest),
+                    Launch(blocks, warps, down_unit, down_extra, *rest),
                 )
     return None

@@ -5,7 +5,7 @@
 #define BF16_128 0x43004300u  // 128.0 twice: its seven mantissa bits take an integer up to 127
 
 FN float scale_bf16(u32 bits) { return as_float(bits << 16); }
-FN float scale_e8m0(u32 b) { return as_float(b ? b << 23 : 0x00400000u); }
+FN float scale_e8m0(u32 b) { return as_float(max(b << 23, 0x00400000u)); }  // 0: 2^-127
 FN float scale_e4m3(u32 b) {
   return as_float(((b & 0x80u) << 24) | ((b & 0x7fu) << 20)) * 1.329227995784916e+36f;  // 2^120
 }

@@ -26,10 +26,9 @@ FN uint4 load16_of_any(const void* p) {
     w[i] = load2((const u8*)p + 4 * i) | load2((const u8*)p + 4 * i + 2) << 16;
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
-// A row's stride in a stage, such that a warp's reads meet in no bank.
-constexpr int strided(int bytes, int chunk) {
-  return (bytes + 127) / 128 * 128 + (chunk == 16 ? bytes % 128 == 64 ? -64 : 64 : 16);
-}
+// A row's stride in a stage, such that a warp's reads meet in no bank: of chunks of 16 bytes, odd
+// rows have the halves of each 128 bytes exchanged, unless the stride does it.
+constexpr int strided(int bytes, int chunk) { return chunk == 16 ? bytes : (bytes + 127) / 128 * 128 + 16; }
 
 // Eight rows of one projection, U steps of each: how they lie in a stage. Warps that share a row begin
 // multiples of APART steps into it, so that a piece of scales is no wider than that is aligned.
@@ -40,6 +39,7 @@ struct Panel {
   static constexpr int ROW = D / 32 * CHUNK;
   static constexpr int PIECE = ROW % 16 == 0 && WIDE % 16 == 0 ? 16 : 8;
   static constexpr int STRIDE = strided(WIDE, CHUNK);
+  static constexpr bool CROSSED = CHUNK == 16 && WIDE % 128 == 0;
   static constexpr int EACH = P::SCALE == 0 ? 1 : P::SCALE <= 2 ? 2 : 1;
   static constexpr int COUNT = P::SCALE == 0 ? 0 : (U * 128 + P::GROUP - 1) / P::GROUP;
   static constexpr int SCALES = COUNT * EACH;
@@ -47,54 +47,90 @@ struct Panel {
   static constexpr int SCALE_PIECE =
       SCALES == 0 ? 16
                   : least(least(aligned_to(SCALE_ROW), aligned_to(SCALES)), aligned_to(APART * 128 / P::GROUP * EACH));
-  static constexpr int SCALE_STRIDE = (SCALES + 15) / 16 * 16;
+  // Rows of scales at odd multiples of two bytes, too little for a copy: the pieces of 16 bytes that
+  // cover them are copied, so that a row's begin LATE bytes into its place. Eight rows begin at a
+  // multiple of 16. Past a row's end, where weights and vector are zeros, stand the next row's.
+  static constexpr bool COVERED = SCALES > 0 && SCALE_ROW % 4 == 2 && P::GROUP >= 32 * EACH;
+  static constexpr int SCALE_STRIDE = (SCALES + (COVERED ? 14 : 0) + 15) / 16 * 16;
+  static constexpr int SCALE_PIECES = COVERED ? SCALE_STRIDE / 16 : SCALES / SCALE_PIECE;
   static constexpr int AT_SCALES = 8 * STRIDE;
   static constexpr int AT_BIASES = AT_SCALES + 8 * SCALE_STRIDE;
   static constexpr int SIZE = AT_BIASES + (P::BIAS ? 8 * SCALE_STRIDE : 0);
+
+  static FN int late(int row, int step) {
+    return COVERED ? (row * SCALE_ROW + step * 128 / P::GROUP * EACH) & 15 : 0;
+  }
+  static FN int crossed(int row, int byte) { return CROSSED ? byte ^ (row & 1) << 6 : byte; }
 
   // The weights of eight rows, columns from `step` on; those past `end` become zeros. EVEN: none is.
   template <bool EVEN>
   static FN void fetch(u8* to, const u8* w, int step, int end, int lane) {
     constexpr int PER = WIDE / PIECE;
-    constexpr int ALL = 8 * PER;
+    // Whole rows at once, where that leaves few lanes idle: then one address serves all copies.
+    constexpr int ROWS = 32 % PER == 0 || PER == 12 ? 32 / PER : 0, APIECE = ROWS ? ROWS : 1;
+    static_assert(!CROSSED || APIECE % 2 == 0, "copies of one lane go to rows of one kind");
     const int first = step * 4 * CHUNK, limit = min(end * 4 * CHUNK, int(ROW));
+    if (ROWS) {
+      const int row = lane / PER, byte = lane % PER * PIECE;
+      const bool here = EVEN || first + byte < limit;
+      const u8* const p = w + row * ROW + first + byte;
+      u8* const q = to + row * STRIDE + crossed(row, byte);
+      if (32 % PER == 0 || row < APIECE) {
+#pragma unroll
+        for (int i = 0; i < 8 / APIECE; ++i) {
+          if (PIECE == 16) copy16(q + i * (APIECE * STRIDE), p + i * (APIECE * ROW), here);
+          else copy8(q + i * (APIECE * STRIDE), p + i * (APIECE * ROW), here);
+        }
+      }
+      return;
+    }
+    constexpr int ALL = 8 * PER;
 #pragma unroll
     for (int i = 0; i < (ALL + 31) / 32; ++i) {
       const int at = i * 32 + lane;
       if (ALL % 32 == 0 || at < ALL) {
         const int row = at / PER, byte = at % PER * PIECE;
         const u8* p = w + row * ROW + first + byte;
-        u8* q = to + row * STRIDE + byte;
+        u8* q = to + row * STRIDE + crossed(row, byte);
         if (PIECE == 16) copy16(q, p, EVEN || first + byte < limit);
         else copy8(q, p, EVEN || first + byte < limit);
       }
     }
   }
 
-  // One piece of one row's scales (or biases): to and from are that row's.
+  // One piece of a row's scales (or biases): `to` and `from` are those of the first row.
   template <bool EVEN>
-  static FN void fetch_piece(u8* to, const u8* from, int step, int byte) {
-    const int place = step * 128 / P::GROUP * EACH + byte;
-    const bool here = EVEN || place < SCALE_ROW;
-    if (SCALE_PIECE == 16) copy16(to + byte, from + place, here);
-    else if (SCALE_PIECE == 8) copy8(to + byte, from + place, here);
-    else if (SCALE_PIECE == 4) copy4(to + byte, from + place, here);
-    else if (SCALE_PIECE == 2) *(u16*)(to + byte) = u16(here ? load2(from + place) : 0u);
-    else to[byte] = u8(here ? load1(from + place) : 0u);
+  static FN void fetch_piece(u8* to, const u8* from, int row, int step, int piece) {
+    const int place = step * 128 / P::GROUP * EACH;
+    to += row * SCALE_STRIDE;
+    from += row * SCALE_ROW;
+    if (COVERED) {
+      const int skip = late(row, step), end = EVEN ? int(SCALES) : min(int(SCALES), SCALE_ROW - place);
+      copy16(to + piece * 16, from + place - skip + piece * 16, piece * 16 < skip + end);
+      return;
+    }
+    const int byte = piece * SCALE_PIECE;
+    const bool here = EVEN || place + byte < SCALE_ROW;
+    to += byte;
+    from += place + byte;
+    if (SCALE_PIECE == 16) copy16(to, from, here);
+    else if (SCALE_PIECE == 8) copy8(to, from, here);
+    else if (SCALE_PIECE == 4) copy4(to, from, here);
+    else if (SCALE_PIECE == 2) *(u16*)to = u16(here ? load2(from) : 0u);
+    else *to = u8(here ? load1(from) : 0u);
   }
   template <bool EVEN>
   static FN void fetch_scales(u8* to, const u8* from, int step, int lane) {
-    constexpr int PER = SCALES == 0 ? 1 : SCALES / SCALE_PIECE;
+    constexpr int PER = SCALES == 0 ? 1 : SCALE_PIECES;
 #pragma unroll
     for (int i = 0; i < (SCALES == 0 ? 0 : (8 * PER + 31) / 32); ++i) {
       const int at = i * 32 + lane;
-      if (at < 8 * PER)
-        fetch_piece<EVEN>(to + at / PER * SCALE_STRIDE, from + at / PER * SCALE_ROW, step, at % PER * SCALE_PIECE);
+      if (at < 8 * PER) fetch_piece<EVEN>(to, from, at / PER, step, at % PER);
     }
   }
 
   static FN void words(const u8* stage, int row, int chunk, u32 (&r)[P::W::WORDS]) {
-    const u8* p = stage + row * STRIDE + chunk * CHUNK;
+    const u8* p = stage + row * STRIDE + crossed(row, chunk * CHUNK);
     if (CHUNK % 16 == 0) {
 #pragma unroll
       for (int i = 0; i < CHUNK / 16; ++i) {
@@ -117,10 +153,10 @@ struct Panel {
     return scale_e4m3(bits & 0xffu);
   }
 
-  // Scales (at AT_SCALES) or biases of step u and the pair of chunks (0,1) or (2,3) of one row:
+  // Scales (at AT_SCALES) or biases of step u (the stage begins at `step`) and the pair of chunks (0,1) or (2,3) of one row:
   // out[2j + h] is that of half h (16 weights) of the pair's chunk j.
-  static FN void scales(const u8* from, int row, int u, int pair, float (&out)[4]) {
-    const u8* p = from + row * SCALE_STRIDE;
+  static FN void scales(const u8* from, int row, int step, int u, int pair, float (&out)[4]) {
+    const u8* p = from + row * SCALE_STRIDE + late(row, step);
     if (P::SCALE == 0) {
       out[0] = out[1] = out[2] = out[3] = 1.f;
     } else if (P::GROUP == 16) {
@@ -164,14 +200,13 @@ struct Stage {
     PA::template fetch<EVEN>(to, a.w, step, end, lane);
     PB::template fetch<EVEN>(to + AT_B, b.w, step, end, lane);
     if (ALIKE) {
-      constexpr int PER = PA::SCALES == 0 ? 1 : PA::SCALES / PA::SCALE_PIECE;
+      constexpr int PER = PA::SCALES == 0 ? 1 : PA::SCALE_PIECES;
 #pragma unroll
       for (int i = 0; i < PER; ++i) {
         const int at = i * 32 + lane, row = at / PER & 7, kind = at / (8 * PER);
         const u8* from = kind & 2 ? kind & 1 ? b.b : b.s : kind & 1 ? a.b : a.s;
         u8* place = to + (kind & 2 ? AT_B : 0) + (kind & 1 ? PA::AT_BIASES : PA::AT_SCALES);
-        PA::template fetch_piece<EVEN>(place + row * PA::SCALE_STRIDE, from + row * PA::SCALE_ROW, step,
-                        at % PER * PA::SCALE_PIECE);
+        PA::template fetch_piece<EVEN>(place, from, row, step, at % PER);
       }
     } else {
       PA::template fetch_scales<EVEN>(to + PA::AT_SCALES, a.s, step, lane);
@@ -184,15 +219,15 @@ struct Stage {
 
 // Scales on what one lane has of one row: c and d are the chunks' first and second halves.
 template <class P, class Q>
-FN void part(const u8* panel, int g, int u, int pair, float c0, float c1, float d0, float d1, float x0,
+FN void part(const u8* panel, int g, int step, int u, int pair, float c0, float c1, float d0, float d1, float x0,
              float x1, float& to) {
   float s[4], t[4];
-  Q::scales(panel + Q::AT_SCALES, g, u, pair, s);
+  Q::scales(panel + Q::AT_SCALES, g, step, u, pair, s);
   if (P::GROUP == 16) to += (s[0] * c0 + s[1] * d0) + (s[2] * c1 + s[3] * d1);
   else if (P::GROUP == 32) to += s[0] * (c0 + d0) + s[2] * (c1 + d1);
   else to += s[0] * ((c0 + d0) + (c1 + d1));
   if (P::BIAS) {  // the integers' offset goes with the bias
-    Q::scales(panel + Q::AT_BIASES, g, u, pair, t);
+    Q::scales(panel + Q::AT_BIASES, g, step, u, pair, t);
     if (P::GROUP == 32) to += (t[0] - P::W::OFFSET * s[0]) * x0 + (t[2] - P::W::OFFSET * s[2]) * x1;
     else to += (t[0] - P::W::OFFSET * s[0]) * (x0 + x1);
   }
@@ -208,10 +243,14 @@ FN int gives_at(int lane) {
   return ((lane & 3) * PIECES + (lane >> 4)) * 16;
 }
 
-// U steps of a stage: `count` of them are real. octet(u, i): this lane's piece of the operand, zeros
+// Where a lane that gives nothing reads zeros: never in the banks of those that read beside it.
+constexpr int ZEROS = 112;
+FN int zeros_at(int lane) { return lane & 8 ? 0 : 96; }
+
+// U steps of a stage that begins at `step`: `count` of them are real. octet(u, i): this lane's piece of the operand, zeros
 // where it gives nothing; sum_of(u, x0, x1): the sums of this lane's two chunks of step u.
 template <class A, class B, int D, int U, class OctetOf, class SumOf>
-FN void rows16(const u8* stage, int count, OctetOf octet, SumOf sum_of, float& a, float& b) {
+FN void rows16(const u8* stage, int step, int count, OctetOf octet, SumOf sum_of, float& a, float& b) {
   typedef Stage<A, B, D, U> S;
   typedef typename S::PA PA;
   typedef typename S::PB PB;
@@ -240,8 +279,8 @@ FN void rows16(const u8* stage, int count, OctetOf octet, SumOf sum_of, float& a
       }
       float x0 = 0.f, x1 = 0.f;
       if (SUMS) sum_of(u, x0, x1);
-      part<A, PA>(stage, g, u, pair, c[0], c[1], d[0], d[1], x0, x1, a);
-      part<B, PB>(stage + S::AT_B, g, u, pair, c[2], c[3], d[2], d[3], x0, x1, b);
+      part<A, PA>(stage, g, step, u, pair, c[0], c[1], d[0], d[1], x0, x1, a);
+      part<B, PB>(stage + S::AT_B, g, step, u, pair, c[2], c[3], d[2], d[3], x0, x1, b);
     }
   }
 }
