@@ -15,8 +15,8 @@ from ..runtimes.client import THREAD_VARIABLES, Worker, WorkerDied, WorkerError,
 from ..runtimes.environments import Interpreter
 from ..task import Task
 from . import bench as benches
-from . import cpus
 from . import guard as guards
+from . import pinning
 from .failed import told
 from .failing import failure
 from .journal import Journal
@@ -53,7 +53,7 @@ class Arms:
         self.processes: list[Process] = []
         self.limits: dict[str, float] = {}
         self.pass_s: dict[str, float] = {}
-        self.cpus: list[int] = []  # that all processes are confined to; none is no limit
+        self.cpu: int | None = None  # that all processes are pinned to
 
     @contextmanager
     def started(self) -> Iterator[None]:
@@ -74,11 +74,12 @@ class Arms:
             self._load(self.processes)
             self.guard.settle()
             self._warm_up(list(self.here))
-            if count := self.task.params["rounds"].get("cpus"):
-                self.cpus = cpus.fastest(count)
-                self.task.say(f"all arms run on CPU {', '.join(map(str, self.cpus))}")
-                self._confine(self.processes)
-            yield
+            if self.task.params["rounds"].get("pinned"):
+                self.cpu = pinning.fastest()
+                self.task.say(f"all arms run on CPU {self.cpu}")
+                self._pin(self.processes)
+            with pinning.away_from(self.cpu):
+                yield
 
     def ask(self, arm: str, do: str, **arguments: Any) -> dict[str, Any]:
         """One request to an arm's process. Raises WorkerError; see ``fail``."""
@@ -148,7 +149,7 @@ class Arms:
                 for process in self.processes
             ],
             "starts": self.journal.starts,
-            **({"cpus": self.cpus} if self.cpus else {}),
+            **({} if self.cpu is None else {"pinned_to": self.cpu}),
             **self.absent,
             "failed": self.failed,
         }
@@ -262,10 +263,13 @@ class Arms:
         self._load([process])
         self.guard.settle()
         self._warm_up([arm for arm in self._left(process) if arm in self.limits])
-        self._confine([process])
+        self._pin([process])
 
-    def _confine(self, processes: list[Process]) -> None:
+    def _pin(self, processes: list[Process]) -> None:
         """After loading and warm-up, which all CPUs do faster. Commands stay free."""
-        for process in processes if self.cpus else []:
+        if self.cpu is None:
+            return
+        threads = self.task.params["machine"]["backend"] == "cpu"
+        for process in processes:
             if any(not self.is_command(arm) for arm in self._left(process)):
-                cpus.confine(process.worker.pid, self.cpus)
+                pinning.pin(process.worker.pid, self.cpu, threads=threads)

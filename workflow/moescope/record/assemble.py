@@ -79,7 +79,7 @@ def assemble(task: Task) -> dict[str, Any]:
 
 # What environment.json says beside the host: processes and arms of one checkpoint.
 NO_HOST = ("schema", "bandwidth", "processes", "starts", "admission")
-NO_HOST += ("cpus", "not_applicable", "unsupported", "failed")
+NO_HOST += ("pinned_to", "not_applicable", "unsupported", "failed")
 
 
 def _measured(results: Results, checkpoints: dict[str, Any]) -> dict[str, str]:

@@ -283,9 +283,9 @@ _SLICED = (
     "slices."
 )
 
-_CONFINED = (
-    " After their warm-up all arms' processes run on the same {cpus} CPUs, those that did a fixed "
-    "piece of work the fastest just before; commands run on any."
+_PINNED = (
+    " After the warm-up the main threads of all arms' processes run on one CPU, the same for all, "
+    "and the controller on the others; commands run on any."
 )
 
 
@@ -305,7 +305,7 @@ def method(record: Record) -> list[str]:
         f"Rounds: {rounds['count']}, each visiting every arm once and starting one arm later, "
         f"after {rounds['warmup']} discarded warm-up in the same process."
         + (_SLICED.format(slices=slices) if slices > 1 else "")
-        + (_CONFINED.format(cpus=rounds["cpus"]) if "cpus" in rounds else ""),
+        + (_PINNED if rounds.get("pinned") else ""),
         f"Parity: {method['parity']['generate']} greedy tokens of the same prompt, and as many led "
         "along the reference's, in a pass of their own that is not timed.",
         f"Decision rule, fixed before the numbers: {method['rule']}",

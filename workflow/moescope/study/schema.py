@@ -184,18 +184,18 @@ class Parity(Strict):
 
 class Rounds(Strict):
     """slices: turns that the arms of a round take at decoding, a few tokens each; 1 is whole runs,
-    one arm after the other. The first forward of each slice is not timed. cpus: that many CPUs,
-    the same for all arms' processes, the fastest at the start (Linux; commands stay free)."""
+    one arm after the other. The first forward of each slice is not timed. pinned: all arms' main
+    threads run on one CPU, the same (Linux; commands stay free)."""
 
     count: Annotated[int, Field(ge=3)] = 5
     warmup: Annotated[int, Field(ge=1)] = 1
     slices: Annotated[int, Field(ge=1)] = 1
-    cpus: Annotated[int, Field(ge=1)] | None = None
+    pinned: bool = False
 
     @model_serializer(mode="wrap")
     def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # What a study without the key says: its results keep their keys.
-        unsaid = {"slices": 1, "cpus": None}
+        unsaid = {"slices": 1, "pinned": False}
         return {k: v for k, v in dump(self).items() if k not in unsaid or v != unsaid[k]}
 
 

@@ -1,8 +1,11 @@
 """An arm on a checkpoint: its rates, whether it is void, and its ratio to its base arm."""
 
+import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..measure.schedule import parts
 from . import rule
 from .results import Found
 from .statistics import Figure, figure, monotone
@@ -82,6 +85,33 @@ def void(
     return None
 
 
+def decode_ratio(run: Run, base: Run) -> float:
+    """A run's decode rate / that of another one of its round.
+
+    Where both took turns it is the median over the turns: a host that changes its speed between
+    the two slices of one turn spoils that turn, and not the round.
+    """
+    ours, theirs = _slices_s(run), _slices_s(base)
+    if ours is None or theirs is None or len(ours) != len(theirs):
+        return _ratio_of(RATES["decode_rate"][1])(run, base)
+    return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+
+
+def _ratio_of(value: Callable[[Run], float]) -> Callable[[Run, Run], float]:
+    return lambda run, base: value(run) / value(base)
+
+
+def _slices_s(run: Run) -> list[float] | None:
+    """Seconds of each slice's timed forwards, all but its first; None of a whole run."""
+    times, count = run.get("token_s"), run.get("slices", 1)
+    if count < 2 or not times:
+        return None
+    ends = list(itertools.accumulate(size - 1 for size in parts(run["generated_tokens"], count)))
+    if ends[-1] != len(times):
+        return None
+    return [sum(times[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
+
+
 class Pairs:
     """Runs of two arms in the same round."""
 
@@ -92,9 +122,9 @@ class Pairs:
 
     def ratios(self, rate: str) -> list[float]:
         """Rate of the arm / rate of the base, by round; empty if a run does not have it."""
-        value = RATES[rate][1]
+        value = decode_ratio if rate == "decode_rate" else _ratio_of(RATES[rate][1])
         try:
-            return [value(run) / value(base) for run, base in self.pairs]
+            return [value(run, base) for run, base in self.pairs]
         except (KeyError, TypeError):
             return []
 
@@ -123,13 +153,13 @@ def gain(pairs: Pairs, skipped: list[Run]) -> Figure | None:
     skipped: the runs of the arm that skips it, over the same base. None where a round lacks one of
     the three, or where skipping the block saves nothing there.
     """
-    value, without = RATES["token_ms"][1], {run["round"]: run for run in skipped}
+    without = {run["round"]: run for run in skipped}
     shares, ids = [], []
     for run, base in pairs.pairs:
         bound = without.get(run["round"])
-        if bound is None or value(base) <= value(bound):
+        if bound is None or decode_ratio(bound, base) <= 1:
             return None
-        shares.append((value(base) - value(run)) / (value(base) - value(bound)))
+        shares.append((1 - 1 / decode_ratio(run, base)) / (1 - 1 / decode_ratio(bound, base)))
         ids += [run["id"], base["id"], bound["id"]]
     return figure(shares, "share", [pairs.file], ids) if shares else None
 

@@ -14,8 +14,9 @@ MINIMUM_ROUNDS = 3
 # The rule in words, printed in every record.
 IN_WORDS = (
     "Per round, r is the arm's rate divided by the reference's and q the null arm's rate divided "
-    "by the reference's. An arm has an effect only if the range of r over the rounds excludes 1 "
-    "and does not overlap the range of q; anything else is «no effect»."
+    "by the reference's; where the arms take turns, the median over the turns. An arm has an "
+    "effect only if the range of r over the rounds excludes 1 and does not overlap the range of q; "
+    "anything else is «no effect»."
 )
 
 Effect = Literal["effect", "no effect", "undecided"]
