@@ -420,9 +420,11 @@ class Tree:
             "unsupported": {},
         }
         if self.bandwidth:
-            rate = self.bandwidth
-            read = {"value": rate, "min": rate * 0.97, "max": rate * 1.01, "n": 5}
-            host["bandwidth"] = {"size": 1 << 28, "read": read, "copy": read}
+            rates = (self.bandwidth, self.bandwidth * 0.9)
+            read, copy = (
+                {"value": rate, "min": rate * 0.97, "max": rate * 1.01, "n": 5} for rate in rates
+            )
+            host["bandwidth"] = {"size": 1 << 28, "read": read, "copy": copy}
         write_json(folder / "environment.json", host)
 
     def _runs(self, name, arm, number, position, host) -> list[dict[str, Any]]:

@@ -84,6 +84,6 @@ def bound(quantity: str, number: float) -> str:
     head = quantity.partition(".")[0]
     if head in ("share", "lead", "saved", "fixed_share", "gpu_share", "gpu_lead", "busy", "gain"):
         return f"{number * 100:g} %"
-    if head == "ceiling_share":
+    if head in ("ceiling_share", "copy_share"):
         return f"{number * 100:g} %"
     return f"{number:g}"

@@ -644,12 +644,14 @@ def candidates(record: Record) -> Table:
                 )
                 row.append(" → ".join(cells))
             read = ceilings.get(arm)
-            share = _at(read, "terms", "expert_gather", "share") if read else None
-            mark = _fallen_back(traced.get(arm)) if share else ""
-            rows.append([*row, show(share) + mark])
+            for of in ("share", "copy_share"):
+                share = _at(read, "terms", "expert_gather", of) if read else None
+                row.append(show(share) + (_fallen_back(traced.get(arm)) if share else ""))
+            rows.append(row)
     head = ["checkpoint", "arm", "decode ÷ base", "of what skipping the block saves"]
     head += ["launches/token", "GPU busy ms/token", "launches of the block", "its ms/token"]
-    return columns(rows, [*head, "its experts' rate, of the read ceiling"], 2)
+    head += ["its experts' rate, of the read ceiling", "of the copy"]
+    return columns(rows, head, 2)
 
 
 def _fallen_back(traced: dict[str, Any] | None) -> str:
@@ -731,9 +733,10 @@ def ceilings(record: Record) -> Table:
             mark = _fallen_back(record["attribution"]["kernels"].get(checkpoint, {}).get(arm))
             for name, part in parts.items():
                 name += mark if part is not ceiling["whole"] else ""
-                figures = (show(part[key]) for key in ("bytes", "achieved", "share"))
+                figures = (show(part[key]) for key in ("bytes", "achieved", "share", "copy_share"))
                 rows.append([code(checkpoint), code(arm), name, *figures])
     head = ["checkpoint", "arm", "part", "bytes read per token", "achieved", "of the ceiling"]
+    head += ["of the copy"]
     if all(row[5] == ABSENT for row in rows):
         return columns([row[:5] for row in rows], head[:5], 3)
     return columns(rows, head, 3)

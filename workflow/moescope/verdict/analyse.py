@@ -179,7 +179,7 @@ class Checkpoint:
                 self.architecture,
                 found["token_ms"],
                 usable,
-                bandwidths(self.host, self._trace(name)).get("read"),
+                bandwidths(self.host, self._trace(name)),
                 fused=bool(arm["patches"]),
             )
         )

@@ -27,46 +27,52 @@ def ceiling(
     architecture: Found | None,
     token_ms: Figure | None,
     parts: dict[str, Any] | None,
-    read: Figure | None,
+    measured: dict[str, Figure],
     fused: bool = False,
 ) -> dict[str, Any] | None:
     """Achieved bytes per second of the whole token and of each term that reads weights.
 
     architecture: architecture.json with "bytes.per_token". token_ms: the arm's time per token.
-    parts: terms of its kernel trace or, without one, of its scopes. read: the bandwidth to
-    compare with, or None. fused: the block runs in kernels of its own, which read the shared
-    expert's weights along with the others' where it has no kernels of its own.
+    parts: terms of its kernel trace or, without one, of its scopes. measured: ``bandwidths``, of
+    which the read is the ceiling ("share") and the copy, which writes as much as it reads, a lower
+    one ("copy_share"). fused: the block runs in kernels of its own, which read the shared expert's
+    weights along with the others' where it has no kernels of its own.
     """
     if architecture is None or token_ms is None:
         return None
     per_token = dict(architecture.value["bytes"]["per_token"])
     if fused and parts and "shared_expert" not in parts:
         per_token["expert_gather"] += per_token.get("shared_expert", 0)
-    whole = _rate(per_token["total"], token_ms, architecture.file, read)
+    whole = _rate(per_token["total"], token_ms, architecture.file, measured)
     terms = {
-        term: _rate(per_token[term], part["ms"], architecture.file, read)
+        term: _rate(per_token[term], part["ms"], architecture.file, measured)
         for term, part in (parts or {}).items()
         if per_token.get(term) and part["ms"]["min"] > 0
     }
-    return {"bandwidth": read, "whole": whole, "terms": terms}
+    return {"bandwidth": measured.get("read"), "whole": whole, "terms": terms}
 
 
-def _rate(size: int, ms: Figure, file: str, read: Figure | None) -> dict[str, Figure | None]:
+def _rate(size: int, ms: Figure, file: str, measured: dict[str, Figure]) -> dict[str, Any]:
     def over(value: float) -> float:
         return size / value * 1e3
 
     achieved = figure([over(ms["value"])], "bytes/s", [file, *ms["files"]], ms["runs"])
     achieved |= {"min": rounded(over(ms["max"])), "max": rounded(over(ms["min"])), "n": ms["n"]}
-    share = None
-    if read is not None:
-        share = achieved | {"unit": "share", "files": [*achieved["files"], *read["files"]]}
-        share |= {
-            "value": rounded(achieved["value"] / read["value"]),
-            "min": rounded(achieved["min"] / read["max"]),
-            "max": rounded(achieved["max"] / read["min"]),
-        }
     return {
         "bytes": figure([size], "bytes/token", [file]),
         "achieved": achieved,
-        "share": share,
+        "share": _share(achieved, measured.get("read")),
+        "copy_share": _share(achieved, measured.get("copy")),
+    }
+
+
+def _share(achieved: Figure, of: Figure | None) -> Figure | None:
+    if of is None:
+        return None
+    return achieved | {
+        "unit": "share",
+        "files": [*achieved["files"], *of["files"]],
+        "value": rounded(achieved["value"] / of["value"]),
+        "min": rounded(achieved["min"] / of["max"]),
+        "max": rounded(achieved["max"] / of["min"]),
     }

@@ -70,7 +70,7 @@ def _condition(
     return {**found, "figure": figure, "state": state, "why": why}
 
 
-BY_TERMS = ("gpu_share", "gpu_lead", "gpu_ms", "gpu_launches", "ceiling_share")
+BY_TERMS = ("gpu_share", "gpu_lead", "gpu_ms", "gpu_launches", "ceiling_share", "copy_share")
 
 
 def _footing(quantity: str, arm: dict[str, Any] | None) -> dict[str, Any]:

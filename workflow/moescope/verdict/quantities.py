@@ -43,6 +43,7 @@ PATTERNS = {
     "busy": "share of the token's wall time in which the GPU is busy",
     "launches": "kernels launched per token",
     "ceiling_share.<term>": "rate at which the term reads its bytes / bandwidth measured here",
+    "copy_share.<term>": "the same / bandwidth of a copy, read and written bytes together",
     "gpu_ms.<term>": "GPU time of the term per token",
     "gpu_launches.<term>": "kernels that the term launches per token",
     "decode_rate.<arm>": "tokens decoded per second",
@@ -180,11 +181,14 @@ def _operations(subject: dict[str, Any], arm: str, name: str) -> "Figure":
     return found["counts"][name]
 
 
-def _ceiling(subject: dict[str, Any], arm: str, term: str) -> "Figure":
-    found = _arm(subject, arm)["ceiling"]
-    if found is None or term not in found["terms"] or found["terms"][term]["share"] is None:
-        raise NotMeasuredError("no bandwidth was measured on this host")
-    return found["terms"][term]["share"]
+def _ceiling(share: str) -> Reader:
+    def read(subject: dict[str, Any], arm: str, term: str) -> "Figure":
+        found = _arm(subject, arm)["ceiling"]
+        if found is None or term not in found["terms"] or found["terms"][term][share] is None:
+            raise NotMeasuredError("no bandwidth was measured on this host")
+        return found["terms"][term][share]
+
+    return read
 
 
 _READERS = {
@@ -201,7 +205,8 @@ _READERS = {
     "gpu_lead": _of_kernels("lead"),
     "busy": _of_trace("busy"),
     "launches": _of_trace("launches"),
-    "ceiling_share": _ceiling,
+    "ceiling_share": _ceiling("share"),
+    "copy_share": _ceiling("copy_share"),
     "gpu_ms": _of_kernels("ms"),
     "gpu_launches": _of_kernels("launches"),
     "decode_rate": _of_arm("decode_rate"),
