@@ -379,7 +379,9 @@ def test_figures_of_a_trace_that_fell_back_are_marked(tmp_path):
     text = (tree.record(TEMPLATES) / "record.md").read_text()
     table = text.partition("**Candidates beside their base**")[2].partition("\n\n|")[2]
     (row,) = (line for line in table.partition("\n\n")[0].splitlines() if "`lm`" in line)
-    assert row.count("(forced pass)") == 4, "launches and time of the block, both shares of its rate"
+    assert row.count("(forced pass)") == 4, (
+        "launches and time of the block, both shares of its rate"
+    )
     ceilings = text.partition("## Ceilings")[2].partition("\n## ")[0]
     assert re.search(r"`lm` \| expert gather \(forced pass\)", ceilings)
     assert "`lm` | whole token |" in ceilings and "`vlm` | expert gather |" in ceilings

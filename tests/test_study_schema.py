@@ -182,6 +182,14 @@ def test_a_snakemake_run_refuses_a_key_that_stands_twice(root, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_pinned_rounds_leave_no_word_unless_asked_and_need_linux(config, root):
+    assert "pinned" not in load(config, "config.yaml", root).rounds.model_dump(mode="json")
+    config["rounds"]["pinned"] = True
+    assert load(config, "config.yaml", root).rounds.model_dump(mode="json")["pinned"] is True
+    config["machine"] = {"name": "m3", "backend": "metal"}
+    assert "rounds.pinned: macOS does not bind a process" in complaint(config, root)
+
+
 def test_whole_runs_leave_no_word_and_slices_have_a_limit(config, root):
     plain = load(config, "config.yaml", root)
     assert "slices" not in plain.rounds.model_dump(mode="json")

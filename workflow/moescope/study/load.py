@@ -174,6 +174,10 @@ def _inconsistencies(study: Study, root: Path) -> list[str]:
             f"rounds.slices: {study.rounds.slices} slices of {study.shape.generate - 1} tokens; a "
             f"slice has two at least, so {most} are the most"
         )
+    if study.rounds.pinned and study.machine and study.machine.backend == "metal":
+        lines.append(
+            "rounds.pinned: macOS does not bind a process to a CPU; leave it out for Metal"
+        )
     for name, runtime in study.runtimes.items():
         if isinstance(runtime, PythonRuntime):
             lines += _environment(root, runtime.env, f"runtimes.{name}.env")
