@@ -192,13 +192,26 @@ def test_an_entry_that_no_record_gives_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("widths", "width", "says"),
     [
-        (WINS, 8192, "does not fall below 1 from 768 to 8192"),
-        (LOSES, 767, "is below 1 from 768 to 4096"),
+        (WINS, 8192, "is above 1 from 768 to 8192, the widest measured"),
+        (LOSES, 767, "is not above 1 from 768 to 4096"),
     ],
 )
 def test_without_a_crossing_the_series_own_ends_count(tmp_path, widths, width, says):
     made = entry(record_of(make(tmp_path, widths)))
     assert made["max_width"] == width and says in made["about"]["source"]
+
+
+def test_no_effect_is_no_win(tmp_path):
+    """A ratio just above 1 that the rule calls «no effect» is not fused for."""
+    record = record_of(make(tmp_path, WINS))
+    points = record["crossover"]["arms"][ARM]["wall"]["points"]
+    points[-1]["effect"] = "no effect"
+    made = entry(record)
+    assert made["max_width"] == points[-2]["at"]["value"]
+    assert made["about"]["source"].endswith("above 1 from 768 to 4096, no effect at 8192")
+    for point in points:
+        point["effect"] = "no effect"
+    assert entry(record)["max_width"] == 767
 
 
 def test_an_arm_that_wins_at_wide_experts_only_has_no_widest(tmp_path):

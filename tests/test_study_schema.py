@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from moescope.errors import UserError
+from moescope.study import session
 from moescope.study.load import load, read_yaml
+from moescope.study.schema import Machine
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
@@ -182,12 +184,22 @@ def test_a_snakemake_run_refuses_a_key_that_stands_twice(root, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_pinned_rounds_leave_no_word_unless_asked_and_need_linux(config, root):
+@pytest.mark.parametrize(
+    ("of", "quantity"), [("gpu", "share.router"), ("gpu", "ratio.lm"), ("wall", "gpu_share.router")]
+)
+def test_a_claim_stands_on_the_time_that_it_speaks_of(config, root, of, quantity):
+    config["claims"][0] |= {"of": of, "all": [{"quantity": quantity, "is": ">", "than": 0}]}
+    assert f"{quantity} speaks of" in complaint(config, root)
+
+
+def test_pinned_rounds_leave_no_word_unless_asked_and_need_linux(config, root, monkeypatch):
     assert "pinned" not in load(config, "config.yaml", root).rounds.model_dump(mode="json")
     config["rounds"]["pinned"] = True
     assert load(config, "config.yaml", root).rounds.model_dump(mode="json")["pinned"] is True
-    config["machine"] = {"name": "m3", "backend": "metal"}
-    assert "rounds.pinned: macOS does not bind a process" in complaint(config, root)
+    metal = Machine(name="m3", backend="metal")
+    monkeypatch.setattr(session, "detect", lambda: metal)  # nothing has run then
+    with pytest.raises(UserError, match=r"rounds\.pinned: macOS does not bind a process"):
+        session.open_plan(config, "config.yaml", root)
 
 
 def test_whole_runs_leave_no_word_and_slices_have_a_limit(config, root):
@@ -293,7 +305,8 @@ def test_a_file_that_is_no_study_is_one_line(tmp_path, content, says):
 @pytest.fixture
 def swept(config):
     """The embedded study with a crossover; its candidate is lm."""
-    config["crossover"] = {"over": "expert_width", "arms": ["lm"]}
+    on = ["qwen3-moe", "qwen3-dense"]  # that it knows
+    config["crossover"] = {"over": "expert_width", "arms": ["lm"], "checkpoints": on}
     return config
 
 
@@ -314,6 +327,11 @@ def test_a_crossover_of_candidates_is_valid(swept, root):
         ({"checkpoints": ["qwen3-moe"]}, "crossover.checkpoints: "),
         ({"checkpoints": ["qwen3-moe"] * 2}, "crossover: a series has two different checkpoints"),
         ({"checkpoints": ["qwen3-moe", "w1"]}, "crossover.checkpoints: 'w1' is no checkpoint"),
+        ({"arms": ["lm", "lm"]}, "crossover.arms: 'lm' is given twice"),
+        (
+            {"checkpoints": ["qwen3-moe", "deepseek-v4"]},
+            "crossover: lm is measured on fewer than two of its checkpoints",
+        ),
     ],
 )
 def test_mistakes_in_a_crossover(swept, root, change, says):

@@ -10,6 +10,7 @@ from moescope.errors import UserError
 from moescope.verdict import missing
 from moescope.verdict.bound import bound
 from moescope.verdict.ceiling import ceiling
+from moescope.verdict.claims import judge
 from moescope.verdict.kernels import BLOCK
 from moescope.verdict.quantities import PATTERNS, TERMS, NotMeasuredError, evaluate, exists
 from moescope.verdict.results import Found
@@ -439,6 +440,23 @@ def test_ceilings_need_a_measured_bandwidth(plain, tmp_path):
         assert share["value"] == pytest.approx(whole["achieved"]["value"] / rate, rel=1e-6)
         assert share["min"] < share["value"] < share["max"]
     assert not any("bandwidth" in line for line in measured["not_measured"])
+
+
+def test_every_quantity_is_in_the_docs(root):
+    text = (root / "docs/traces.md").read_text()
+    assert all(f"| `{name}` | {meaning} |" in text for name, meaning in PATTERNS.items())
+
+
+def test_a_rate_by_the_hosts_clock_settles_no_claim_about_the_gpu(tmp_path):
+    """Without a kernel trace a term's rate is of a pass that the host's clock timed."""
+    condition = {"quantity": "copy_share.expert_gather", "is": ">", "than": 0.0}
+    claim = {"name": "near", "says": "It is near.", "all": [condition]}
+    for of, verdict in (("wall", "supported"), ("gpu", "unresolved")):
+        tree = Tree(tmp_path / of, bandwidth=12e9).make()
+        (found,) = judge([claim | {"of": of, "checkpoints": ["qwen3-moe"]}], analysis(tree))
+        assert found["verdict"] == verdict
+    (state,) = found["checkpoints"]["qwen3-moe"]["conditions"]
+    assert state["figure"] is None and "no kernel trace" in state["why"]
 
 
 def test_the_block_is_the_sum_of_its_terms_pass_by_pass(tmp_path):

@@ -133,6 +133,10 @@ def _crossover(options: argparse.Namespace) -> None:
     from .record.known import TABLE, enter
 
     plan = _plan(options)
+    if plan.study.crossover is None:
+        raise UserError(
+            "the study asks for no crossover; give it one (docs/kernels.md)", "crossover"
+        )
     made = enter(plan.root, plan.record.folder)
     print(
         f"{TABLE}: {made['device']}, MLX {made['mlx']}: up to {made['max_width']}; "

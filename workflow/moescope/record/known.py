@@ -6,6 +6,7 @@ can be made again and compared.
 """
 
 import json
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from ..errors import UserError
 from ..files import read_json, write_text
 from .assemble import SCHEMA
 from .crossover import place
-from .numbers import show
 
 TABLE = Path("workflow/moescope/kernels/crossover.json")
 TABLE_SCHEMA = "moescope/crossover/1"
@@ -37,31 +37,36 @@ def enter(root: Path, folder: Path) -> dict[str, Any]:
 def entry(record: dict[str, Any]) -> dict[str, Any]:
     """The table's entry that a record supports, by the token's time.
 
-    ``max_width``: below the first crossing from faster to slower; the widest expert measured, where
-    every one is faster. Beyond what was measured nothing is known, so nothing is fused there.
+    ``max_width``: the widest up to which the arm is the faster one at every width measured, by the
+    record's rule; up to the crossing, where the next width is slower. What is «no effect» is no
+    win, and beyond what was measured nothing is known.
     """
     subject = f"{record['study']['name']}@{record['machine']['name']}"
     arm, found = _arm(record, subject)
     series = found["wall"]
     known = [point for point in series["points"] if point["ratio"]]
-    crossing = next(iter(series["crossings"]), None)
-    if crossing is not None and crossing["becomes"] == "faster":
-        where = f"{show(crossing['at'], spread=False)}"
-        raise UserError(
-            f"{arm} is slower up to {where} and faster from there on, which no widest expert says",
-            subject,
-        )
-    if crossing is not None:
-        width = int(crossing["at"]["value"])
-        says = f"crosses 1 at {place(crossing, known)}"
-    elif series["side"] in ("faster", "never slower"):
-        width = known[-1]["at"]["value"]
-        says = f"does not fall below 1 from {known[0]['at']['value']} to {width}"
-    elif series["side"] == "slower":
-        width = known[0]["at"]["value"] - 1
-        says = f"is below 1 from {known[0]['at']['value']} to {known[-1]['at']['value']}"
+    if not known:
+        raise UserError(f"no ratio of {arm} is known", subject)
+    wins = list(takewhile(lambda point: point["effect"] == "faster", known))
+    least, after = known[0]["at"]["value"], known[len(wins) : len(wins) + 1]
+    width = wins[-1]["at"]["value"] if wins else least - 1
+    beyond = next((one for one in series["crossings"] if one["at"]["value"] >= width), None)
+    if not after:
+        says = f"above 1 from {least} to {width}, the widest measured"
+    elif not wins:
+        if any(point["effect"] == "faster" for point in known):
+            raise UserError(
+                f"{arm} is not the faster one at {least} and is so at wider ones, which no widest "
+                "expert says",
+                subject,
+            )
+        says = f"not above 1 from {least} to {known[-1]['at']['value']}"
+    elif after[0]["effect"] == "slower" and beyond:
+        width = int(beyond["at"]["value"])
+        says = f"above 1 from {least} on, and crosses 1 at {place(beyond, known)}"
     else:
-        raise UserError(f"{arm} is the faster one nowhere, or its ratio is not known", subject)
+        says = f"above 1 from {least} to {width}, "
+        says += f"{after[0]['effect']} at {after[0]['at']['value']}"
     runtime = record["results"][known[0]["checkpoint"]]["arms"][arm]["runtime"]
     mlx = record["pins"]["runtimes"][runtime]["packages"].get("mlx")
     device = record["machine"].get("gpu")
@@ -75,7 +80,7 @@ def entry(record: dict[str, Any]) -> dict[str, Any]:
         "max_width": width,
         "about": {
             "kind": "measured",
-            "source": f"record {subject}: decode rate ÷ the gather path's {says}",
+            "source": f"record {subject}: decode rate ÷ the gather path's is {says}",
             "record": subject,
             "arm": arm,
             "measured": dict(record["measured"]),

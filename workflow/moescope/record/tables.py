@@ -284,8 +284,9 @@ _SLICED = (
 )
 
 _PINNED = (
-    " After the warm-up the main threads of all arms' processes run on one CPU, the same for all, "
-    "and the controller on the others; commands run on any."
+    " After the warm-up the main threads of all arms' processes (with MLX's CPU backend, which "
+    "computes in another, all their threads) run on one CPU, the same for all, and the controller "
+    "on the others; commands run on any."
 )
 
 

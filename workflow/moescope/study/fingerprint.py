@@ -9,6 +9,7 @@ import ast
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -65,34 +66,51 @@ def tree_text(source: str) -> str:
     ``ast.dump`` changes between Python versions (empty fields, new fields), so nodes are written
     here: class, then the fields that hold something; docstrings and positions are left out.
     """
+    return _read(source)[0]
+
+
+# Nodes that say what a module stands on.
+NAMING = (ast.Import, ast.ImportFrom, ast.Constant)
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _read(source: str) -> tuple[str, list[ast.AST]]:
+    """The tree as text, and its nodes of the kinds NAMING, in one walk: a dry run does many."""
     parts: list[str] = []
-    _write(ast.parse(source), parts)
-    return "".join(parts)
+    naming: list[ast.AST] = []
+    _write(ast.parse(source), parts.append, naming)
+    return "".join(parts), naming
 
 
-def _write(node: object, parts: list[str]) -> None:
-    if isinstance(node, list):
-        parts.append("[")
-        for item in node:
-            _write(item, parts)
-            parts.append(",")
-        parts.append("]")
-    elif isinstance(node, ast.AST):
-        parts.append(type(node).__name__)
-        parts.append("(")
-        for field in sorted(node._fields):
+def _write(node: object, put: Callable[[str], None], naming: list[ast.AST]) -> None:
+    if isinstance(node, ast.AST):
+        kind = type(node)
+        if kind in NAMING:
+            naming.append(node)
+        put(f"{kind.__name__}(")
+        for field in _fields(kind):
             value = getattr(node, field, None)
-            if field == "body" and isinstance(
-                node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-            ):
+            if field == "body" and kind in DOCUMENTED:
                 value = _without_docstring(value)
-            if value is None or value == [] or isinstance(value, ast.expr_context):
+            if value is None or value == []:
                 continue
-            parts.append(f"{field}=")
-            _write(value, parts)
-        parts.append(")")
+            put(f"{field}=")
+            _write(value, put, naming)
+        put(")")
+    elif isinstance(node, list):
+        put("[")
+        for item in node:
+            _write(item, put, naming)
+            put(",")
+        put("]")
     else:
-        parts.append(repr(node))
+        put(repr(node))
+
+
+@cache
+def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
+    """Without the context of a name, which is what its place says."""
+    return tuple(sorted(field for field in kind._fields if field != "ctx"))
 
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
@@ -109,15 +127,12 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 @cache
 def _module(path: Path) -> tuple[str, tuple[str, ...], tuple[Path, ...]]:
     """(hash, modules imported of this package, data files named) of one source file."""
-    source = path.read_text()
-    tree = ast.parse(source)
-    parts: list[str] = []
-    _write(tree, parts)
+    text, naming = _read(path.read_text())
     here = path.relative_to(PACKAGE).with_suffix("").parts
     package = here[:-1]
     imports: set[str] = set()
     data: set[Path] = set()
-    for node in ast.walk(tree):
+    for node in naming:
         if isinstance(node, ast.ImportFrom):
             imports.update(_imported(node, package))
         elif isinstance(node, ast.Import):
@@ -127,12 +142,12 @@ def _module(path: Path) -> tuple[str, tuple[str, ...], tuple[Path, ...]]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             data.update(_data(path.parent, node.value))
     known = tuple(sorted(name for name in imports if name and _path(name)))
-    return hashlib.sha256("".join(parts).encode()).hexdigest()[:12], known, tuple(sorted(data))
+    return hashlib.sha256(text.encode()).hexdigest()[:12], known, tuple(sorted(data))
 
 
 def _data(folder: Path, text: str) -> list[Path]:
     """The data files that a text constant names, if it is a name beside the module."""
-    if not re.fullmatch(r"[\w-][\w./-]*", text):
+    if text.partition("/")[0] not in _names(folder) or not re.fullmatch(r"[\w-][\w./-]*", text):
         return []
     named = folder / text
     if named.is_file():
@@ -140,6 +155,11 @@ def _data(folder: Path, text: str) -> list[Path]:
     if named.is_dir() and not any(named.glob("*.py")):
         return [file for file in sorted(named.rglob("*")) if file.is_file()]
     return []
+
+
+@cache
+def _names(folder: Path) -> frozenset[str]:
+    return frozenset(path.name for path in folder.iterdir())
 
 
 def _imported(node: ast.ImportFrom, package: tuple[str, ...]) -> set[str]:

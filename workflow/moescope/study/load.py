@@ -174,10 +174,6 @@ def _inconsistencies(study: Study, root: Path) -> list[str]:
             f"rounds.slices: {study.rounds.slices} slices of {study.shape.generate - 1} tokens; a "
             f"slice has two at least, so {most} are the most"
         )
-    if study.rounds.pinned and study.machine and study.machine.backend == "metal":
-        lines.append(
-            "rounds.pinned: macOS does not bind a process to a CPU; leave it out for Metal"
-        )
     for name, runtime in study.runtimes.items():
         if isinstance(runtime, PythonRuntime):
             lines += _environment(root, runtime.env, f"runtimes.{name}.env")
@@ -343,7 +339,10 @@ def _crossover(study: Study) -> list[str]:
     candidates = study.role("candidate")
     if not candidates:
         lines.append("crossover: the study has no arm with the role candidate to compare")
-    for name in study.crossover.arms or []:
+    arms = study.crossover.arms or []
+    for name in sorted({name for name in arms if arms.count(name) > 1}):
+        lines.append(f"crossover.arms: {name!r} is given twice")
+    for name in arms:
         if candidates and name not in candidates:
             lines.append(
                 f"crossover.arms: {name!r} is no candidate of this study; allowed: "
@@ -359,6 +358,11 @@ def _crossover(study: Study) -> list[str]:
     subjects = [name for name, entry in study.checkpoints.items() if entry.role == "subject"]
     if len(set(names or subjects)) < 2:
         lines.append("crossover: a series has two different checkpoints at least")
+        return lines
+    for name in (arms or candidates) if not lines else ():
+        on = [c for c in set(names or subjects) if name in study.arms_on(c)]
+        if name in study.arms and len(on) < 2:
+            lines.append(f"crossover: {name} is measured on fewer than two of its checkpoints")
     return lines
 
 
@@ -375,6 +379,11 @@ def _claims(study: Study) -> list[str]:
                 lines.append(
                     f"{key}: {condition.quantity!r} is no quantity; allowed: "
                     f"{', '.join(quantities.PATTERNS)}"
+                )
+            elif quantities.misplaced(condition.quantity, claim.of):
+                other = "wall time" if claim.of == "gpu" else "the GPU's time"
+                lines.append(
+                    f"{key}: {condition.quantity} speaks of {other}, the claim of {claim.of}"
                 )
         for checkpoint in claim.checkpoints or []:
             if checkpoint not in study.checkpoints:

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..errors import UserError
 from ..files import canonical
 from .load import load, read_yaml
 from .machine import detect
@@ -19,9 +20,18 @@ VARIABLE = "MOESCOPE_STUDY"
 
 
 def open_plan(config: dict[str, Any], where: str, root: Path) -> Plan:
-    """Validate a study and plan it for its machine class or, if it names none, this host's."""
+    """Validate a study and plan it for its machine class or, if it names none, this host's.
+
+    Raises UserError for a study that is not valid, and for one that cannot run on the class.
+    """
     study = load(config, where, root)
-    return Plan(study, study.machine or detect(), root)
+    machine = study.machine or detect()
+    if study.rounds.pinned and machine.backend == "metal":
+        raise UserError(
+            "macOS does not bind a process to a CPU; leave it out for a Metal machine",
+            f"{where}: rounds.pinned",
+        )
+    return Plan(study, machine, root)
 
 
 def pass_on(plan: Plan) -> None:

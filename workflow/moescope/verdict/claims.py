@@ -38,7 +38,9 @@ def _judge(claim: dict[str, Any], analysis: dict[str, Any]) -> dict[str, Any]:
 def _on(
     claim: dict[str, Any], analysis: dict[str, Any], checkpoint: str, arm: str
 ) -> dict[str, Any]:
-    conditions = [_condition(entry, analysis, checkpoint, arm) for entry in claim["all"]]
+    conditions = [
+        _condition(entry, analysis, checkpoint, arm, claim["of"]) for entry in claim["all"]
+    ]
     verdict = rule.settle([entry["state"] for entry in conditions])
     wanted = {"supported": "holds", "refuted": "fails"}.get(verdict)
     return {
@@ -50,7 +52,7 @@ def _on(
 
 
 def _condition(
-    entry: dict[str, Any], analysis: dict[str, Any], checkpoint: str, arm: str
+    entry: dict[str, Any], analysis: dict[str, Any], checkpoint: str, arm: str, of: str
 ) -> dict[str, Any]:
     found = {"quantity": entry["quantity"], "means": meaning(entry["quantity"])}
     found |= {"is": entry["is"], "than": entry["than"]}
@@ -59,6 +61,14 @@ def _condition(
     found["drifts"] = _drifts(entry["quantity"], arms)
     try:
         figure = evaluate(analysis, checkpoint, entry["quantity"], arm)
+        if (
+            of == "gpu"
+            and entry["quantity"].partition(".")[0] in RATES
+            and not arms[arm]["kernels"]
+        ):
+            raise NotMeasuredError(
+                f"the arm {arm} has no kernel trace, and its clock is the host's"
+            )
     except NotMeasuredError as error:
         return {**found, "figure": None, "state": "unclear", "why": f"not measured: {error}"}
     state = rule.condition(figure["min"], figure["max"], entry["is"], entry["than"])
@@ -70,7 +80,9 @@ def _condition(
     return {**found, "figure": figure, "state": state, "why": why}
 
 
-BY_TERMS = ("gpu_share", "gpu_lead", "gpu_ms", "gpu_launches", "ceiling_share", "copy_share")
+# Of a term's time by its kernels or, without a kernel trace, by the host's clock.
+RATES = ("ceiling_share", "copy_share")
+BY_TERMS = ("gpu_share", "gpu_lead", "gpu_ms", "gpu_launches", *RATES)
 
 
 def _footing(quantity: str, arm: dict[str, Any] | None) -> dict[str, Any]:

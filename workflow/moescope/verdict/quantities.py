@@ -43,7 +43,8 @@ PATTERNS = {
     "busy": "share of the token's wall time in which the GPU is busy",
     "launches": "kernels launched per token",
     "ceiling_share.<term>": "rate at which the term reads its bytes / bandwidth measured here",
-    "copy_share.<term>": "the same / bandwidth of a copy, read and written bytes together",
+    "copy_share.<term>": "rate at which the term reads its bytes / bandwidth of a copy measured "
+    "here, whose read and written bytes both count",
     "gpu_ms.<term>": "GPU time of the term per token",
     "gpu_launches.<term>": "kernels that the term launches per token",
     "decode_rate.<arm>": "tokens decoded per second",
@@ -55,6 +56,16 @@ PATTERNS = {
     "graph_instantiations": "CUDA graphs instantiated per token",
     "synchronisation_ms": "time per token in which the GPU runs MLX's synchronisation alone",
 }
+
+# What a claim about wall time, or about the GPU's, may not stand on.
+OF_WALL = ("share", "lead", "saved", "ratio", "prefill_ratio", "gain", "expert_cost", "fixed_share")
+OF_GPU = ("gpu_share", "gpu_lead", "gpu_ms", "gpu_launches")
+
+
+def misplaced(quantity: str, of: str) -> bool:
+    """Does a quantity speak of the other time than a claim's ``of``, "wall" or "gpu"?"""
+    return quantity.partition(".")[0] in {"wall": OF_GPU, "gpu": OF_WALL}[of]
+
 
 # What an answer may name beside these: the kernels of the experts, with launches and times.
 PATH = "path"
