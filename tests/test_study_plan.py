@@ -293,7 +293,8 @@ def test_slices_are_a_change_of_the_measurement_alone(repository):
 
 def test_a_crossover_is_a_change_of_the_analysis_alone(repository):
     config, root = repository
-    names = stale(changed(config, "crossover", value={"over": "expert_width"}), root)
+    asked = {"over": "expert_width", "checkpoints": ["qwen3-moe", "qwen3-dense"]}
+    names = stale(changed(config, "crossover", value=asked), root)
     assert {name.partition("/")[0] for name in names} == {"analyse", "record"}
 
 
