@@ -360,8 +360,7 @@ def _crossover(study: Study) -> list[str]:
         lines.append("crossover: a series has two different checkpoints at least")
         return lines
     for name in (arms or candidates) if not lines else ():
-        on = [c for c in set(names or subjects) if name in study.arms_on(c)]
-        if name in study.arms and len(on) < 2:
+        if sum(name in study.arms_on(checkpoint) for checkpoint in set(names or subjects)) < 2:
             lines.append(f"crossover: {name} is measured on fewer than two of its checkpoints")
     return lines
 
