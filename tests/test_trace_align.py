@@ -187,11 +187,41 @@ def test_labels_are_carried_over_to_cuda_graphs():
         (base_name(k.name), lab.term) for k, lab in zip(step.launches, step.labels, strict=True)
     )
 
-    with pytest.raises(Mismatch, match="1 launches are missing and 0 are new"):
-        align.transfer(step, step.launches[1:])
+    many = len(step.launches) // align.UNLIKE + 1
+    with pytest.raises(Mismatch, match=f"{many} launches are missing and 0 are new"):
+        align.transfer(step, step.launches[many:])
     other = StepLabels(1, [kernel("a", grid=1)], [align.OUTSIDE])
     with pytest.raises(Mismatch, match="a against a"):
         align.transfer(other, [kernel("a", grid=2)])
+
+
+def test_a_launch_more_under_cuda_graphs_leaves_the_others_their_labels():
+    """MLX copies what another still holds; which of several copies is the new one nobody knows."""
+    step = align.by_ranges(recorded("qwen3-moe"))[0]
+    alike = align._name_and_shape
+    copies = [i for i, k in enumerate(step.launches) if base_name(k.name) == "copy_g_nd"]
+    at = copies[0]
+    more = [*step.launches[:at], step.launches[at], *step.launches[at:]]
+    labels, how = align.transfer(step, more)
+    assert how == "occurrence, but for copy_g_nd"
+    assert {labels[i].term for i in (at, *[i + 1 for i in copies])} == {"expert_gather"}
+    others = [i for i, k in enumerate(step.launches) if alike(k) != alike(more[at])]
+    assert [labels[i + (i >= at)] for i in others] == [step.labels[i] for i in others]
+
+    # Of two terms, none of them can be told, and the rest can.
+    changed = [*step.labels]
+    changed[at] = replace(changed[at], term="attention")
+    labels, _ = align.transfer(replace(step, labels=changed), more)
+    assert {labels[i].term for i in (at, *[i + 1 for i in copies])} == {None}
+    assert [labels[i + (i >= at)] for i in others] == [changed[i] for i in others]
+
+    # One less: the others keep what they agree on.
+    labels, how = align.transfer(step, [k for i, k in enumerate(step.launches) if i != at])
+    assert how == "occurrence, but for copy_g_nd"
+    assert [labels[i - (i > at)] for i in others] == [step.labels[i] for i in others]
+
+    labels, how = align.transfer(step, [*step.launches, kernel("never_seen")])
+    assert labels == [*step.labels, align.UNKNOWN] and how == "occurrence, but for never_seen"
 
 
 def test_names_of_kernels():

@@ -211,6 +211,14 @@ def test_everything_adds_up_and_every_kernel_has_its_term(context, recorded):
     assert by_term.keys() == terms["terms"].keys()
     for term, entry in terms["terms"].items():
         assert by_term[term] == pytest.approx(entry["ms"][0], rel=1e-3)
+    modules = read(out / "modules.csv")
+    of_modules = {term: 0.0 for term in by_term}
+    for row in modules:
+        of_modules[row["term"]] += float(row["ms_per_token"])
+    assert of_modules == pytest.approx(by_term, rel=1e-3)
+    launched = {row["module"]: float(row["launches_per_token"]) for row in modules}
+    assert launched["model.layers.*.self_attn.q_norm"] == 4 and launched["model.norm"] == 1
+    assert sum(launched.values()) <= len(step.launches)
     assert read(out / "calls.csv")[0]["call"] == "cudaGraphLaunch"
     assert sum(int(row["launches"]) for row in read(out / "timeline.csv")) == len(step.launches)
     drawn = here.task.work / found["timeline"]["file"]
@@ -228,8 +236,8 @@ def test_processes_start_together_and_take_turns_where_time_is_taken(context):
     first = ["start", "load", "decode"]
     turns = ["decode", "scopes"] * 2
     assert plain.asked == [*first, "scopes", "graph", *turns, "bandwidth", "close"]
-    # Two turns of two, the longer pass, and short pairs up to five in all.
-    assert watched.asked == [*first, *["kernels"] * 4, "kernels", *["kernels"] * 6, "close"]
+    # Two turns of three, and short pairs up to five in all.
+    assert watched.asked == [*first, *["kernels"] * 6, *["kernels"] * 6, "close"]
     assert alone.asked == [*first, "kernels", "kernels", "kernels", "close"]
     assert not (here.task.work / "tmp" / f"events-{here.task.key}").exists()
 
@@ -311,21 +319,39 @@ def test_an_alignment_that_fails_leaves_the_forced_pass_alone(context):
     assert terms["terms"].keys() == terms["forced_terms"].keys()
     assert "by ranges" in found["not_measured"][0] and "by table" in found["not_measured"][0]
     assert {row["term"] for row in read(here.task.out / "kernels.csv")} == terms["terms"].keys()
+    assert not (here.task.out / "modules.csv").exists()
     assert terms["sum_ms"] == [pytest.approx(terms["busy_ms"][0])]
 
 
 def test_kernels_that_differ_under_cuda_graphs_are_not_labelled_by_force(context):
-    def one_less(events):
+    def fewer(events):
         last = max(kernel.launch for kernel in events.kernels)
         return replace(
-            events, kernels=[k for k in events.kernels if k.node != 1 or k.launch == last]
+            events, kernels=[k for k in events.kernels if k.node % 9 or k.launch == last]
         )
 
-    here = context(graphs=one_less)
+    here = context(graphs=fewer)
     found = measure(here)
     terms = json.loads((here.task.out / "terms.json").read_text())
     assert terms["method"] == "forced"
     assert "launches are missing" in found["not_measured"][-1]
+
+
+def test_a_kernel_that_only_cuda_graphs_ran_is_unclassified_and_the_rest_is_not(context):
+    def one_more(events):
+        first = [kernel for kernel in events.kernels if kernel.node == 1]
+        more = [replace(k, name="copy_of_its_own", node=999) for k in first]
+        return replace(events, kernels=[*events.kernels, *more])
+
+    here = context(graphs=one_more)
+    found = measure(here)
+    terms = json.loads((here.task.out / "terms.json").read_text())
+    assert terms["method"] == "ranges" and found["not_measured"] == []
+    assert terms["carried_over"] == ["occurrence, but for copy_of_its_own"]
+    assert terms["terms"]["unclassified"]["launches"] == [1, 1]
+    assert 0 < terms["unclassified"][0] < 0.02
+    assert terms["path"]["experts"][0]["kernel"] == "qmm_sm80_kernel"
+    assert terms["path"]["uneven"] == []
 
 
 def test_a_host_without_cupti_has_no_kernels_and_says_why(context, monkeypatch):
@@ -445,7 +471,7 @@ def test_records_that_cannot_be_worked_out_are_kept(context, monkeypatch):
     with pytest.raises(ValueError, match="no such kernel"):
         measure(here)
     kept = here.task.work / "tmp" / f"events-{here.task.key}"
-    assert len(list(kept.glob("*.json.gz"))) == 14
+    assert len(list(kept.glob("*.json.gz"))) == 15
 
 
 def test_what_is_compiled_at_first_use_is_compiled_by_one_process(context, monkeypatch):

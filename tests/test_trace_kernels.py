@@ -146,16 +146,20 @@ def test_two_lengths_give_a_token_what_the_window_gives(step):
     launches, apart = [*step.launches, run(SIGNAL, 0, 7000)], 7e-3
     short, long = (with_graphs(launches, steps=n) for n in (5, 9))
     each = sum(k.ns for k in launches) / 1e6
-    found = kernels.difference([short, short], long)
+    found = kernels.difference([short, short], [long])
     assert found["launches"] == len(step.launches)
     assert found["all_launches"] == len(step.launches) + 1
     assert found["all_ms"] == pytest.approx(each)
     assert found["ms"] == pytest.approx(each - apart)
     # One pass of several that was held up is not what the others have.
     held = replace(short, kernels=[replace(k, end=k.end + 90_000) for k in short.kernels])
-    assert kernels.difference([short, held, short], long)["ms"] == pytest.approx(each - apart)
-    with pytest.raises(ValueError, match="the longer run has 5"):
-        kernels.difference([long], short)
+    late = replace(long, kernels=[replace(k, end=k.end + 90_000) for k in long.kernels])
+    found = kernels.difference([short, held, short], [long, late, long])
+    assert found["ms"] == pytest.approx(each - apart)
+    with pytest.raises(ValueError, match=r"the longer runs have \[5\] tokens, the shorter \[9\]"):
+        kernels.difference([long], [short])
+    with pytest.raises(ValueError, match=r"the longer runs have \[5, 9\] tokens"):
+        kernels.difference([short], [long, short])
 
 
 def test_while_the_gpu_is_held_by_a_signal_no_time_is_the_model_s():

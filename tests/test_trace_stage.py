@@ -12,6 +12,7 @@ from moescope.files import read_json
 from moescope.measure import guard as guards
 from moescope.measure import host
 from moescope.measure.cpu import CpuReading
+from moescope.runtimes.client import WorkerDied
 from moescope.trace import stage
 
 
@@ -139,3 +140,33 @@ def test_an_arm_that_fails_has_a_trace_that_says_so(trace, settings):
     assert scopes["passes"] == [] and rows == [] and found["instruments"] == []
     (line,) = found["not_measured"]
     assert line.startswith("its instrumented passes: failed (")
+
+
+def test_a_process_that_crashes_once_is_tried_once_more(trace, monkeypatch):
+    """Under a profiler processes die now and then; an arm that does it twice has failed."""
+    together, attempts = stage._together, []
+
+    def crashing(context, kind, found):
+        attempts.append(found)
+        if len(attempts) <= crashes:
+            raise WorkerDied(kinds[0], "kernels: the worker ended with 139")
+        together(context, kind, found)
+
+    monkeypatch.setattr(stage, "_together", crashing)
+    crashes, kinds = 1, ["crash"]
+    scopes, _, found = trace()
+    assert len(attempts) == 2 and len(scopes["passes"]) == 3
+    assert found["crashes"] == ["kernels: the worker ended with 139"]
+    assert "scopes" in found["instruments"] and found["not_measured"] == []
+
+    crashes, attempts[:] = 2, []
+    _, _, found = trace()
+    assert len(attempts) == 2 and found["instruments"] == []
+    assert found["not_measured"] == [
+        "its instrumented passes: failed (crash): kernels: the worker ended with 139"
+    ]
+
+    # What a second attempt would meet again is not tried again.
+    kinds, attempts[:] = ["timeout"], []
+    _, _, found = trace()
+    assert len(attempts) == 1 and "crashes" not in found

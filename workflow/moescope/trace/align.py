@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 
 from .events import Events, Kernel, base_name
@@ -23,6 +24,7 @@ DATA = ("tables/mlx-0.32-cuda.json",)
 
 EVALUATION = "::eval_gpu"
 MOST = 8  # kernels that one primitive is believed to start at most
+UNLIKE = 25  # of so many launches one may differ between a step with CUDA graphs and one without
 # How MLX's ranges call primitives that its graph export calls otherwise.
 SAME = {
     "Reduce": {"Sum", "Max", "Min", "Prod", "And", "Or"},
@@ -224,25 +226,33 @@ def transfer(labelled: StepLabels, kernels: Sequence[Kernel]) -> tuple[list[Labe
     """Labels for the kernels of the same step with CUDA graphs on, and how they were found.
 
     "order": the same kernels with the same grids in the same order. "occurrence": the same kernels,
-    in another order; the n-th of a name and grid gets the label of the n-th there. Raises Mismatch
-    if they are not the same kernels.
+    in another order; the n-th of a name and grid gets the label of the n-th there. "but for" names:
+    a few were launched more or less often (MLX copies what it cannot take over in place, which
+    depends on what is still in use); of a name and grid that was, each gets what all of them there
+    agree on, and no term if they do not. Raises Mismatch if it is more than one in UNLIKE.
     """
     key = _name_and_shape
     if [key(k) for k in kernels] == [key(k) for k in labelled.launches]:
         return list(labelled.labels), "order"
     there, here = Counter(map(key, labelled.launches)), Counter(map(key, kernels))
-    if there != here:
-        lacks, more = there - here, here - there
+    lacks, more = there - here, here - there
+    if sum(lacks.values()) + sum(more.values()) > max(1, len(labelled.launches) // UNLIKE):
         raise Mismatch(
             f"with CUDA graphs, {sum(lacks.values())} launches are missing and "
             f"{sum(more.values())} are new: {_example(lacks)} against {_example(more)}"
         )
+    known: dict[tuple, list[Label]] = defaultdict(list)
+    for kernel, label in zip(labelled.launches, labelled.labels, strict=True):
+        known[key(kernel)].append(label)
     waiting: dict[tuple, Iterator[Label]] = {
-        name: iter([lab for k, lab in zip(labelled.launches, labelled.labels, strict=True)
-                    if key(k) == name])
-        for name in there
-    }  # fmt: skip
-    return [next(waiting[key(kernel)]) for kernel in kernels], "occurrence"
+        name: iter(known[name])
+        if there[name] == count
+        else repeat(_common(known[name]) if known[name] else UNKNOWN)
+        for name, count in here.items()
+    }
+    unlike = sorted({name for name, *_ in (lacks | more)})
+    how = f"occurrence, but for {', '.join(unlike)}" if unlike else "occurrence"
+    return [next(waiting[key(kernel)]) for kernel in kernels], how
 
 
 def _name_and_shape(kernel: Kernel) -> tuple:

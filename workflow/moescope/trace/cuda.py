@@ -7,12 +7,11 @@ prompt, each process after a discarded one:
     plain     no profiler: the wall time of a token, and what the profiler costs against it
     time      kernels and CUDA calls recorded, CUDA graphs on, in turns with the plain ones
     quiet     kernels alone recorded, in the same turns: what recording calls costs on the GPU
+    longer    as "time", in the same turns, but LONGER tokens more: two lengths, their difference
     order     graphs off, each step's graph exported: whose each launch is
     alone     graphs off, nothing exported: each kernel's time when it runs by itself
     forced    graphs off, evaluation forced at module boundaries: a second opinion on "alone"
     sweep     graphs off, short: the kernel of the expert gather for each top_k
-
-and one longer pass (two lengths, their difference).
 
 What the profiler costs is told in two parts. On the GPU, each kernel's duration is taken by the GPU
 itself; how long it is with no profiler at all cannot be seen, so kernels recorded alone are set
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 TERMS = "moescope/terms/1"
 FIRST = 3  # the first step of the window: caches have grown before it
-LONGER = 20  # tokens that the longer pass has more
+LONGER = 20  # tokens that the longer passes have more
 SHORT = 4  # steps of the short pairs that tell the profiler's cost, beside the turns
 PAIRS = 5  # of those and the turns, together, at least
 LIMIT_S = 3600.0
@@ -70,7 +69,7 @@ class Passes:
     time: list[Events] = field(default_factory=list)
     quiet: list[Events] = field(default_factory=list)
     pairs: list[tuple[Events, Events]] = field(default_factory=list)
-    longer: Events | None = None
+    longer: list[Events] = field(default_factory=list)
     forced: Events | None = None
     order: Events | None = None
     alone: Events | None = None
@@ -98,6 +97,7 @@ class Instrument:
         self.timed: list[float] = []
         self.time: list[Future[Events]] = []
         self.quiet: list[Future[Events]] = []
+        self.longer: list[Future[Events]] = []
         self.pairs: list[tuple[Future[Events], Future[Events]]] = []
         self.found: dict[str, Future[Events]] = {}
 
@@ -106,16 +106,16 @@ class Instrument:
         return {WATCHED: self._warm, ALONE: self._order}
 
     def turn(self, team: Team) -> None:
-        """A profiled pass and a quieter one beside the plain pass that came before."""
+        """Profiled passes beside the plain one that came before."""
         if WATCHED in team.workers:
             self._pair(team.workers[WATCHED])
 
     def finish(
         self, team: Team, plain: list[dict[str, Any]], loaded: dict[str, Any]
     ) -> dict[str, Any]:
-        """Writes kernels.csv, terms.json (moescope/terms/1), calls.csv, timeline.csv and sweep.csv;
-        the step for Perfetto goes to work/timelines/<key>.json.gz. What it returns joins
-        trace.json."""
+        """Writes kernels.csv, modules.csv (if kernels have owners), terms.json (moescope/terms/1),
+        calls.csv, timeline.csv and sweep.csv; the step for Perfetto goes to
+        work/timelines/<key>.json.gz. What it returns joins trace.json."""
         self.loaded = loaded
         try:
             passes = self._rest(team)
@@ -144,7 +144,7 @@ class Instrument:
     def _rest(self, team: Team) -> Passes:
         bandwidth = team.workers[PLAIN].ask("bandwidth", LIMIT_S)
         if WATCHED in team.workers:
-            self._longer(team.workers[WATCHED])
+            self._short_pairs(team.workers[WATCHED])
             swept = self._graphs_off(team.workers[ALONE])
         else:
             team.close(PLAIN)
@@ -153,7 +153,7 @@ class Instrument:
                 self._warm(worker)
                 for _ in range(self.context.task.params["trace"]["passes"]):
                     self._pair(worker)
-                self._longer(worker)
+                self._short_pairs(worker)
             with self.context.worker(**GRAPHS_OFF) as worker:
                 self._load(worker)
                 self._order(worker)
@@ -162,6 +162,7 @@ class Instrument:
             timed=self.timed,
             time=[found.result() for found in self.time],
             quiet=[found.result() for found in self.quiet],
+            longer=[found.result() for found in self.longer],
             pairs=[(loud.result(), quiet.result()) for loud, quiet in self.pairs],
             bandwidth=bandwidth,
             sweep=swept,
@@ -182,42 +183,45 @@ class Instrument:
         _, self.found["order"] = self._kernels(worker, self.tokens, order=True, steps=steps)
 
     def _pair(self, worker: Worker) -> None:
-        """Loud first and quiet first in turns, so that a drift of the clocks is no cost."""
+        """Loud first and quiet first in turns, so that a drift of the clocks is no cost; a longer
+        one after both."""
 
         def loud() -> dict[str, Any]:
             reply, found = self._kernels(worker, self.tokens)
             self.time.append(found)
             return reply
 
-        def both() -> dict[str, Any]:
-            if len(self.time) % 2 == 0:
-                reply = loud()
-                self.quiet.append(self._kernels(worker, self.tokens, calls="none")[1])
-                return reply
+        def quiet() -> None:
             self.quiet.append(self._kernels(worker, self.tokens, calls="none")[1])
-            return loud()
 
-        def again() -> dict[str, Any]:
-            del self.time[kept:], self.quiet[kept:]
-            return both()
-
-        kept = len(self.time)
-        times = self.context.guarded("kernels", again)["token_ns"]
-        self.timed.append(_per_token([(b - a) / 1e9 for a, b in pairwise(times)]))
-
-    def _longer(self, worker: Worker) -> None:
-        def record() -> dict[str, Any]:
-            self.pairs.clear()
-            reply, self.found["longer"] = self._kernels(worker, self.tokens + LONGER)
-            for number in range(len(self.time), PAIRS):
-                loud, quiet = (
-                    self._kernels(worker, FIRST + SHORT, calls=calls)[1]
-                    for calls in (("all", "none") if number % 2 else ("none", "all"))
-                )
-                self.pairs.append((loud, quiet) if number % 2 else (quiet, loud))
+        def passes() -> dict[str, Any]:
+            del self.time[kept:], self.quiet[kept:], self.longer[kept:]
+            if kept % 2:
+                quiet()
+                reply = loud()
+            else:
+                reply = loud()
+                quiet()
+            self.longer.append(self._kernels(worker, self.tokens + LONGER)[1])
             return reply
 
-        self.context.guarded("kernels, longer", record)
+        kept = len(self.time)
+        times = self.context.guarded("kernels", passes)["token_ns"]
+        self.timed.append(_per_token([(b - a) / 1e9 for a, b in pairwise(times)]))
+
+    def _short_pairs(self, worker: Worker) -> None:
+        def record() -> dict[str, Any]:
+            self.pairs.clear()
+            reply: dict[str, Any] = {}
+            for number in range(len(self.time), PAIRS):
+                found = {}
+                for calls in ("all", "none") if number % 2 else ("none", "all"):
+                    reply, found[calls] = self._kernels(worker, FIRST + SHORT, calls=calls)
+                self.pairs.append((found["all"], found["none"]))
+            return reply
+
+        if len(self.time) < PAIRS:
+            self.context.guarded("kernels, short", record)
 
     def _graphs_off(self, worker: Worker) -> dict[str, Any] | None:
         def record() -> dict[str, Any]:
@@ -370,6 +374,8 @@ def write(context: "Context", passes: Passes) -> dict[str, Any]:
     summary = summarise(passes, windows, told, forced, alone, found, ways)
     write_json(task.out / "terms.json", {"schema": TERMS, **summary})
     write_text(task.out / "kernels.csv", _kernel_table(context.arm["name"], told))
+    if found.method:
+        write_text(task.out / "modules.csv", _module_table(context.arm["name"], told))
     calls = kernels.calls(passes.time[-1], FIRST, last)
     write_text(task.out / "calls.csv", _csv(calls, ("call", "thread", "count", "ms")))
     steps, labels, _ = together[-1]
@@ -436,15 +442,18 @@ def summarise(
     wall = statistics.median(passes.plain)
     names = sorted({term for table in tables for term in table})
     by_difference = kernels.difference(passes.time, passes.longer)
-    extra = kernels.window(
-        passes.longer, *_plain_steps(passes.longer, FIRST + steps, FIRST + steps + LONGER - 1)
-    )
-    waits = sum(kernels.synchronises(kernel) for kernel, *_ in extra.kernels)
+    extra = [
+        kernels.window(one, *_plain_steps(one, FIRST + steps, FIRST + steps + LONGER - 1))
+        for one in passes.longer
+    ]
+    works = [
+        sum(not kernels.synchronises(kernel) for kernel, *_ in window.kernels) for window in extra
+    ]
     by_window = {
-        "ms": extra.model_busy / extra.steps / 1e6,
-        "launches": (len(extra.kernels) - waits) / extra.steps,
-        "all_ms": extra.busy / extra.steps / 1e6,
-        "all_launches": len(extra.kernels) / extra.steps,
+        "ms": statistics.median(window.model_busy / LONGER / 1e6 for window in extra),
+        "launches": statistics.median(count / LONGER for count in works),
+        "all_ms": statistics.median(window.busy / LONGER / 1e6 for window in extra),
+        "all_launches": statistics.median(len(window.kernels) / LONGER for window in extra),
     }
     median = {
         term: {
@@ -508,7 +517,7 @@ def summarise(
         "copies": len(events.copies),
         "overhead_ms": {name: ns / 1e6 for name, (_, ns) in sorted(events.overhead.items())},
         "path": kernels.path(window, passes.moe_layers),
-        "dropped": sum(one.dropped for one in (*loud, *quiet, passes.longer)),
+        "dropped": sum(one.dropped for one in (*loud, *quiet, *passes.longer)),
     }
 
 
@@ -548,21 +557,31 @@ def _plain_steps(
 
 def _kernel_table(arm: str, windows: list[kernels.Window]) -> str:
     """Medians over the passes, a row for each kernel and term."""
-    tables = [
-        {(row["kernel"], row["term"]): row for row in kernels.by_kernel(window)}
-        for window in windows
-    ]
-    rows = []
-    for key in dict.fromkeys(key for table in tables for key in table):
-        found = [table[key] for table in tables if key in table]
-        middle = {
-            what: statistics.median([row[what] for row in found])
-            for what in ("launches_per_token", "ms_per_token", "share")
-        }
-        rows.append({"arm": arm, **found[0], **middle, "bytes_per_token": ""})
+    rows = _medians([kernels.by_kernel(window) for window in windows], "kernel")
     names = ("arm", "kernel", "term", "primitives", "launches_per_token", "ms_per_token",
              "bytes_per_token", "share")  # fmt: skip
-    return _csv(sorted(rows, key=lambda row: (-row["ms_per_token"], row["kernel"])), names)
+    return _csv([{"arm": arm, **row, "bytes_per_token": ""} for row in rows], names)
+
+
+def _module_table(arm: str, windows: list[kernels.Window]) -> str:
+    """Medians over the passes, a row for each module and term."""
+    rows = _medians([kernels.by_module(window) for window in windows], "module")
+    names = ("arm", "module", "term", "launches_per_token", "ms_per_token", "share")
+    return _csv([{"arm": arm, **row} for row in rows], names)
+
+
+def _medians(passes: list[list[dict[str, Any]]], what: str) -> list[dict[str, Any]]:
+    """The passes' rows as one, by ``what`` and term; the largest first."""
+    tables = [{(row[what], row["term"]): row for row in rows} for rows in passes]
+    found = []
+    for key in dict.fromkeys(key for table in tables for key in table):
+        same = [table[key] for table in tables if key in table]
+        middle = {
+            name: statistics.median([row[name] for row in same])
+            for name in ("launches_per_token", "ms_per_token", "share")
+        }
+        found.append({**same[0], **middle})
+    return sorted(found, key=lambda row: (-row["ms_per_token"], row[what]))
 
 
 def _csv(rows: list[dict[str, Any]], names: tuple[str, ...]) -> str:

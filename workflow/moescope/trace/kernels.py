@@ -9,6 +9,7 @@ host, up to milliseconds, and with them whatever runs beside: all time in which 
 their own (SYNCHRONISATION), and the model's kernels share the rest.
 """
 
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -167,25 +168,57 @@ def by_term(window: Window) -> dict[str, dict[str, float]]:
 def by_kernel(window: Window) -> list[dict[str, Any]]:
     """Rows {"kernel", "term", "primitives", "launches_per_token", "ms_per_token", "share"}, the
     largest first. share: of the busy time."""
-    time: dict[tuple[str, str], float] = defaultdict(float)
-    count: Counter[tuple[str, str]] = Counter()
     primitives: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for kernel, label, ns in window.kernels:
-        key = (demangle(kernel.name), label.term or UNCLASSIFIED)
-        time[key] += ns
-        count[key] += 1
-        primitives[key].add(plain(label.primitive))
-    busy = sum(time.values()) or 1.0
+
+    def key(kernel: Kernel, label: Label) -> tuple[str, str]:
+        found = (demangle(kernel.name), label.term or UNCLASSIFIED)
+        primitives[found].add(plain(label.primitive))
+        return found
+
     return [
         {
             "kernel": name,
             "term": term,
             "primitives": " ".join(sorted(primitives[name, term])),
-            "launches_per_token": count[name, term] / window.steps,
-            "ms_per_token": ns / 1e6 / window.steps,
-            "share": ns / busy,
+            **entry,
         }
-        for (name, term), ns in sorted(time.items(), key=lambda item: (-item[1], item[0]))
+        for (name, term), entry in _summed(window, key)
+    ]
+
+
+def by_module(window: Window) -> list[dict[str, Any]]:
+    """Rows {"module", "term", "launches_per_token", "ms_per_token", "share"}, the largest first.
+    module: the same of all layers as one, their numbers as "*"; "-" where there is none."""
+
+    def key(_: Kernel, label: Label) -> tuple[str, str]:
+        module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", label.module or "-")
+        return module, label.term or UNCLASSIFIED
+
+    return [
+        {"module": module, "term": term, **entry} for (module, term), entry in _summed(window, key)
+    ]
+
+
+def _summed(
+    window: Window, key: Callable[[Kernel, Label], tuple[str, str]]
+) -> list[tuple[tuple[str, str], dict[str, float]]]:
+    time: dict[tuple[str, str], float] = defaultdict(float)
+    count: Counter[tuple[str, str]] = Counter()
+    for kernel, label, ns in window.kernels:
+        of = key(kernel, label)
+        time[of] += ns
+        count[of] += 1
+    busy = sum(time.values()) or 1.0
+    return [
+        (
+            of,
+            {
+                "launches_per_token": count[of] / window.steps,
+                "ms_per_token": ns / 1e6 / window.steps,
+                "share": ns / busy,
+            },
+        )
+        for of, ns in sorted(time.items(), key=lambda item: (-item[1], item[0]))
     ]
 
 
@@ -234,17 +267,20 @@ def path(window: Window, moe_layers: int) -> dict[str, Any]:
     }
 
 
-def difference(shorter: Sequence[Events], longer: Events) -> dict[str, float]:
-    """A token's kernels as what the longer run has more than the median of the shorter ones:
+def difference(shorter: Sequence[Events], longer: Sequence[Events]) -> dict[str, float]:
+    """A token's kernels as what the longer runs have more than the shorter ones, by medians:
     {"ms", "launches"} of the model's kernels, "all_ms" and "all_launches" with synchronisation;
     the rest cancels."""
-    tokens = [len(events.times("token")) for events in (*shorter, longer)]
-    more = tokens[-1] - tokens[0]
-    if more <= 0 or len(set(tokens[:-1])) != 1:
-        raise ValueError(f"the longer run has {tokens[-1]} tokens, the shorter {tokens[:-1]}")
+    lengths = [{len(events.times("token")) for events in runs} for runs in (shorter, longer)]
+    more = max(lengths[1]) - max(lengths[0])
+    if more <= 0 or any(len(kinds) != 1 for kinds in lengths):
+        raise ValueError(
+            f"the longer runs have {sorted(lengths[1])} tokens, the shorter {sorted(lengths[0])}"
+        )
 
     def per_token(measure: Callable[[Events], float]) -> float:
-        return (measure(longer) - statistics.median(measure(one) for one in shorter)) / more
+        middle = [statistics.median(map(measure, runs)) for runs in (shorter, longer)]
+        return (middle[1] - middle[0]) / more
 
     return {
         "ms": per_token(lambda events: busy(events.kernels)) / 1e6,

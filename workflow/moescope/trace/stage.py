@@ -13,7 +13,7 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -116,19 +116,31 @@ def run(task: Task) -> None:
         ):
             context = Context(task, bench, arm, guard)
             guard.gate("start")
-            module = _of_the_backend(context, backend, found)
-            try:
-                _together(context, getattr(module, "Instrument", None), found)
-            except Unsupported as refused:
-                found.unsupported = str(refused)
-                task.say(f"{arm['name']}: unsupported: {refused}")
-            except (ArmFailed, WorkerDied) as error:
-                found.fail(error)
-                task.say(f"{arm['name']}: {found.not_measured[-1]}")
-            else:
-                if hasattr(module, "measure"):
-                    found.add(module.measure(context))
+            found = _attempt(context, backend)
+            if found.crash:  # under a profiler, processes die now and then
+                task.say(f"{arm['name']}: once more")
+                found = _attempt(context, backend, [found.crash])
     found.write(task, params["limits"]["conservation"])
+
+
+def _attempt(context: Context, backend: str, crashes: Sequence[str] = ()) -> "Found":
+    """All instruments. crashes: what an attempt before this one ended with."""
+    found = Found(context.task.params["trace"]["tokens"])
+    module = _of_the_backend(context, backend, found)
+    try:
+        _together(context, getattr(module, "Instrument", None), found)
+    except Unsupported as refused:
+        found.unsupported = str(refused)
+        context.task.say(f"{context.arm['name']}: unsupported: {refused}")
+    except (ArmFailed, WorkerDied) as error:
+        found.fail(error)
+        context.task.say(f"{context.arm['name']}: {found.not_measured[-1]}")
+    else:
+        if hasattr(module, "measure"):
+            found.add(module.measure(context))
+    if crashes:
+        found.more["crashes"] = list(crashes)
+    return found
 
 
 class Unsupported(Exception):
@@ -160,6 +172,7 @@ class Found:
         self.not_measured: list[str] = []
         self.more: dict[str, Any] = {}
         self.unsupported: str | None = None
+        self.crash: str | None = None  # what a process said that died of no reason known
 
     def add(self, more: dict[str, Any]) -> None:
         """What a backend's instruments return."""
@@ -175,7 +188,9 @@ class Found:
         """The arm died or failed: nothing that it has shown counts, the other arms go on."""
         self.passes, self.plain, self.operations, self.counts = [], [], [], None
         self.instruments = []
-        self.not_measured = [f"its instrumented passes: {told(failure(error))}"]
+        reason = failure(error)
+        self.crash = reason["why"] if reason["kind"] == "crash" else None
+        self.not_measured = [f"its instrumented passes: {told(reason)}"]
 
     def write(self, task: Task, limit: float) -> None:
         unsupported = {"unsupported": self.unsupported} if self.unsupported else {}
