@@ -33,8 +33,9 @@ class Series(Tree):
             write_json(path, read_json(path) | {"expert_width": width})
             folder = self.folder(f"trace/{name}.{ARM}")
             if gpu is None:
-                for file in ("kernels.csv", "terms.json", "calls.csv", "timeline.csv"):
-                    (folder / file).unlink()
+                for table in ("kernels", "modules", "calls", "timeline"):
+                    (folder / f"{table}.csv").unlink()
+                (folder / "terms.json").unlink()
                 continue
             base = read_json(self.folder(f"trace/{name}.vlm") / "terms.json")["terms"]
             terms = read_json(folder / "terms.json")

@@ -530,7 +530,8 @@ class Tree:
             write_json(folder / "trace.json", trace | {"timeline": drawn})
 
     def _kernels(self, folder: Path, name: str, arm: str) -> None:
-        """kernels.csv, terms.json, calls.csv, timeline.csv, as the CUDA instruments write them."""
+        """kernels.csv, modules.csv, terms.json, calls.csv, timeline.csv, as the CUDA instruments
+        write them."""
         shares = MOE_SHARES if CHECKPOINTS[name]["experts"] else DENSE_SHARES
         launches = {term: 4.0 * (index + 1) for index, term in enumerate(shares)}
         rows = ["arm,kernel,term,primitives,launches_per_token,ms_per_token,bytes_per_token,share"]
@@ -540,6 +541,15 @@ class Tree:
             rows.append(f"{arm},{kernel},{term},{made},{launches[term]:g},{share:g},,{share:g}")
         rows.append(f"{arm},event_signal_kernel,synchronisation,-,1,0.05,,0.05")
         write_text(folder / "kernels.csv", "\n".join(rows) + "\n")
+        rows = ["arm,module,term,launches_per_token,ms_per_token,share"]
+        for term, share in {**shares, "synchronisation": 0.05}.items():
+            # What waits has no module; of each other term two thirds are in one of its modules.
+            parts = {"": 1.0} if term == "synchronisation" else {".big": 2 / 3, ".small": 1 / 3}
+            for part, of in parts.items():
+                module = f"model.layers.*.{term}{part}" if part else "-"
+                ms, count = share * of, launches.get(term, 1.0) * of
+                rows.append(f"{arm},{module},{term},{count:.6g},{ms:.6g},{ms / 1.05:.6g}")
+        write_text(folder / "modules.csv", "\n".join(rows) + "\n")
         write_text(
             folder / "calls.csv",
             "call,thread,count,ms\ncudaGraphLaunch,loop,16,1.5\ncudaGraphAddNode,loop,900,0.8\n",

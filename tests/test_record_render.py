@@ -385,3 +385,50 @@ def test_figures_of_a_trace_that_fell_back_are_marked(tmp_path):
     ceilings = text.partition("## Ceilings")[2].partition("\n## ")[0]
     assert re.search(r"`lm` \| expert gather \(forced pass\)", ceilings)
     assert "`lm` | whole token |" in ceilings and "`vlm` | expert gather |" in ceilings
+
+
+def test_modules_stand_by_time_and_a_large_other_is_told(tmp_path):
+    tree = Tree(tmp_path, kernels=True).make()
+    path = tree.folder("trace/inkling-affine.vlm") / "terms.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dropped": 7}))
+    tree.analyse()
+    folder = tree.record(TEMPLATES)
+    text, page = (folder / "record.md").read_text(), (folder / "record.html").read_text()
+    table = text.partition("**GPU time by module of `vlm` on `qwen3-moe`")[2]
+    table = table.partition("\n\n**")[0]
+    assert "| `model.layers.*.expert_gather.big` | expert gather | 5.33 | 0.253 | 24.1 % |" in table
+    assert "| outside modules | synchronisation | 1 | 0.0500 | 4.8 % |" in table
+    last = table.strip().splitlines()[-1]
+    assert re.match(r"\| \d+ more, below 3 % each \| – \|", last)
+    assert "<code>model.layers.*.expert_gather.big</code>" in page
+    (other,) = (line for line in text.splitlines() if "the term other takes" in line)
+    assert other == (
+        "- In `vlm` the term other takes 19.0 % of the GPU's busy time; its largest modules: "
+        "`model.layers.*.other.big` 12.7 %, `model.layers.*.other.small` 6.3 %."
+    ), "of the dense checkpoint, whose other traced arm is void"
+    record = json.loads((folder / "record.json").read_text())
+    assert len(trace_tables.others(record, "qwen3-dense")) == 1
+    record["attribution"]["kernels"]["qwen3-dense"]["vlm"]["refused"] = "unclassified"
+    assert trace_tables.others(record, "qwen3-dense") == []
+    assert "module of `vlm` on `inkling-affine`" not in text, "its attribution is refused"
+    assert "module of `vlm` on `inkling-nvfp4`" in text
+
+
+def test_a_path_by_the_forced_pass_is_told_as_such(tmp_path):
+    tree = Tree(tmp_path, kernels=True).make()
+    folder = tree.folder("trace/qwen3-moe.lm")
+    terms = json.loads((folder / "terms.json").read_text())
+    terms |= {"method": "forced", "path": terms["path"] | {"experts": [], "uneven": []}}
+    (folder / "terms.json").write_text(json.dumps(terms))
+    (folder / "modules.csv").unlink()
+    table = (folder / "kernels.csv").read_text()
+    old, gather = '"void mlx::core::cu::kernel_expert_gather<float, 4>(float*, int)"', "gather_qmv"
+    (folder / "kernels.csv").write_text(table.replace(old, gather))
+    asked = [{"asks": "which?", "by": ["path"], "arm": "lm", "checkpoints": ["qwen3-moe"]}]
+    tree.analyse(experts={"lm": {"qwen3-moe": ["gather_qmv*"]}}, answers=asked)
+    text = (tree.record(TEMPLATES) / "record.md").read_text()
+    assert "- `lm` on `qwen3-moe` is to run `gather_qmv*`: proved by the forced pass." in text
+    assert "| `qwen3-moe` | `lm` | `gather_qmv` (forced pass) | 8 | 2 | 0.380 |" in text
+    assert "| `qwen3-moe` | `vlm` | `kernel_expert_gather` | 8 | 2 | 0.380 |" in text
+    assert "`qwen3-moe` runs by the forced pass `gather_qmv` 8 launches/token, 0.380 ms" in text
+    assert "module of `lm` on `qwen3-moe`" not in text and "by module of `vlm`" in text

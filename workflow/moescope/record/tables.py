@@ -23,6 +23,7 @@ TERM_NAMES = {
     "synchronisation": "synchronisation",
     "unclassified": "unclassified",
 }
+FORCED_PASS = " (forced pass)"
 
 
 def code(text: object) -> str:
@@ -515,7 +516,7 @@ def expert_kernels(record: Record) -> Table:
                 [
                     code(checkpoint),
                     code(arm),
-                    code(row["kernel"]),
+                    code(row["kernel"]) + (FORCED_PASS if found["path"]["by_forced"] else ""),
                     show(row["launches"]),
                     show(row["per_layer"]),
                     show(row["ms"]),
@@ -657,7 +658,7 @@ def candidates(record: Record) -> Table:
 
 def _fallen_back(traced: dict[str, Any] | None) -> str:
     """A mark for figures of terms that stand on the forced pass alone."""
-    return " (forced pass)" if traced and traced["method"] == FORCED else ""
+    return FORCED_PASS if traced and traced["method"] == FORCED else ""
 
 
 def _at(value: Any, *path: str) -> Any:

@@ -3,8 +3,9 @@ host beside the GPU, and the answers to the study's questions."""
 
 from typing import Any
 
+from ..verdict.modules import LEAST
 from .numbers import ABSENT, show
-from .tables import Record, code, columns, greedy, traced, unsteady
+from .tables import TERM_NAMES, Record, code, columns, greedy, traced, unsteady
 from .writers import Table, plain
 
 
@@ -53,11 +54,48 @@ def proofs(record: Record) -> list[str]:
             if not claimed:
                 continue
             void = record["results"][checkpoint]["arms"][arm]["void"]
-            says = {True: "proved", False: f"**not taken**: {plain(void or '')}"}
+            proved = "proved by the forced pass" if found["path"]["by_forced"] else "proved"
+            says = {True: proved, False: f"**not taken**: {plain(void or '')}"}
             state = says.get(found["path"]["proved"], "not proved, see below")
             patterns = " or ".join(code(pattern) for pattern in claimed)
             lines.append(f"{code(arm)} on {code(checkpoint)} is to run {patterns}: {state}.")
     return lines
+
+
+def modules(found: dict[str, Any]) -> Table:
+    """A kernel trace's time by module: the large ones, and the rest in one line."""
+    rows = [[_module(row), _term(row["term"]), *_sums(row)] for row in found["modules"]["rows"]]
+    if rest := found["modules"]["rest"]:
+        text = f"{show(rest['modules'])} more, below {LEAST * 100:g} % each"
+        rows.append([text, ABSENT, *_sums(rest)])
+    head = ["module", "term", "launches/token", "ms/token", "share of busy"]
+    return columns(rows, head, 2)
+
+
+def others(record: Record, checkpoint: str) -> list[str]:
+    """What the term «other» consists of, in each trace in which it is large."""
+    lines = []
+    for name, arm, found in traced(record):
+        other = (found["modules"] or {}).get("other")
+        if name == checkpoint and other and not found["refused"]:
+            largest = ", ".join(f"{_module(r)} {show(r['share'])}" for r in other["largest"])
+            lines.append(
+                f"In {code(arm)} the term other takes {show(other['share'])} of the GPU's busy "
+                f"time; its largest modules: {largest}."
+            )
+    return lines
+
+
+def _module(row: dict[str, Any]) -> str:
+    return "outside modules" if row["module"] == "-" else code(row["module"])
+
+
+def _term(name: str) -> str:
+    return TERM_NAMES.get(name, plain(name))
+
+
+def _sums(row: dict[str, Any]) -> list[str]:
+    return [show(row[what]) for what in ("launches", "ms", "share")]
 
 
 def dispatch(record: Record) -> Table:
@@ -178,7 +216,8 @@ def _answer(found: dict[str, Any]) -> list[str]:
             for row in path["kernels"]
         ]
         if kernels:
-            parts.append(f"{code(name)} runs {', '.join(kernels)}")
+            footing = " by the forced pass" if path["by_forced"] else ""
+            parts.append(f"{code(name)} runs{footing} {', '.join(kernels)}")
     if found["paths"] and not any(path["kernels"] for path in found["paths"].values()):
         parts.append("kernels: no kernel trace that names them")
     if found["not_measured"]:

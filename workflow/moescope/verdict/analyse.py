@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import UserError
 from ..measure.failed import told
 from ..task import Task, ingredients
-from . import answers, attribution, claims, compact, missing, path, rule
+from . import answers, attempts, attribution, claims, compact, missing, path, rule
 from . import arms as of_arms
 from .bound import bound
 from .ceiling import bandwidths, ceiling
@@ -138,8 +138,9 @@ class Checkpoint:
     def _proof(self, arm: str) -> dict[str, Any]:
         """Of the kernels that the arm's experts ran; the null arm's are the reference's."""
         terms = self.results.json("trace", f"{self.name}.{arm}", "terms.json", "moescope/terms/1")
+        table = self.results.table("trace", f"{self.name}.{arm}", "kernels.csv")
         claimed = (self.arms[arm].get("experts") or {}).get(self.name)
-        return path.proof(claimed, terms and terms.value)
+        return path.proof(claimed, terms and terms.value, table and table.value)
 
     def _null(self) -> of_arms.Pairs | None:
         """The null arm beside the reference; None if either is void."""
@@ -260,13 +261,14 @@ class Checkpoint:
                 self.results.table("trace", subject, "timeline.csv"),
                 self.architecture,
                 self._proof(name),
+                self.results.table("trace", subject, "modules.csv"),
             )
             if kernels and kernels.value
             else None,
             "operations": attribution.operations(operations, trace)
             if operations and operations.value
             else None,
-            "trace_not_measured": list((trace.value if trace else {}).get("not_measured", []))
+            "trace_not_measured": attempts.told(trace.value if trace else {})
             + self._not_compared(name)
             + self._unproved(name),
         }

@@ -10,7 +10,8 @@ def answer(questions: list[dict[str, Any]], analysis: dict[str, Any]) -> list[di
     """The study's ``answers`` in their order.
 
     Each: {"asks", "arm", "by": [{"quantity", "means", "checkpoints": {name: {"figure", "why"}}}],
-    "paths": {name: {"kernels", "why"}}, "claims": [{"name", "says", "verdict"}], "not_measured"}.
+    "paths": {name: {"kernels", "by_forced", "why"}}, "claims": [{"name", "says", "verdict"}],
+    "not_measured"}.
     Without ``checkpoints`` a question is about every checkpoint that the quantity is known of.
     """
     return [_answer(entry, analysis) for entry in questions]
@@ -50,5 +51,10 @@ def _path(name: str, analysis: dict[str, Any], arm: str) -> dict[str, Any]:
     entry = analysis["checkpoints"][name]["arms"].get(arm) or {}
     traced = entry.get("kernels")
     if not traced or not traced["path"]["experts"]:
-        return {"kernels": [], "why": "no kernel trace that names them"}
-    return {"kernels": traced["path"]["experts"], "why": entry["void"]}
+        return {"kernels": [], "by_forced": False, "why": "no kernel trace that names them"}
+    found = traced["path"]
+    return {
+        "kernels": found["experts"],
+        "by_forced": found["by_forced"],
+        "why": entry["void"],
+    }

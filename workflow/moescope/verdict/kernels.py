@@ -4,6 +4,8 @@ import re
 from typing import Any
 
 from . import bars, path
+from .modules import modules as of_modules
+from .path import FORCED
 from .quantities import TERMS
 from .results import Found
 from .statistics import Figure, adopt, figure
@@ -35,7 +37,6 @@ SECOND_OPINIONS = (
     "overlap_disagreement",
     "all_instruments_disagreement",
 )
-FORCED = "forced"  # terms.json's method where no order of the graph could be aligned
 # Those with a limit in the study; the median over the passes counts, since the host's speed varies
 # more between two passes than a profiler costs.
 LIMITED = ("profiler_cost", "unclassified")
@@ -49,6 +50,7 @@ def kernels(
     timeline: Found | None = None,
     architecture: Found | None = None,
     proof: dict[str, Any] | None = None,
+    modules: Found | None = None,
 ) -> dict[str, Any]:
     """The kernel trace of one arm. Fields that older traces do not have are None.
 
@@ -56,9 +58,9 @@ def kernels(
     whose lists hold a value for each profiled pass; without it the table alone is used. calls:
     calls.csv (call, thread, count, ms). timeline: timeline.csv, spans of one step. architecture:
     architecture.json, whose bytes per token are a kernel's where it alone reads a term's weights.
-    proof: of the arm's path (verdict.path). A profiler's
-    cost or an unclassified share above the study's limits refuses the attribution; the counts
-    stand.
+    proof: of the arm's path (verdict.path). modules: modules.csv (module, term,
+    launches_per_token, ms_per_token, share). A profiler's cost or an unclassified share above the
+    study's limits refuses the attribution; the counts stand.
     """
     extra = terms.value if terms else {}
     files = [terms.file] if terms else [table.file]
@@ -120,8 +122,7 @@ def kernels(
         },
         "cpu": _cpu(extra.get("cpu_ms") or {}, files),
         "graphs": _graphs(calls),
-        "path": _path(extra.get("path") or {}, files, table)
-        | {"claimed": (proof or {}).get("claimed"), "proved": (proof or {}).get("proved")},
+        "path": _path(extra, files, table, proof or {}),
         "calls": [
             {
                 "call": row["call"],
@@ -134,6 +135,7 @@ def kernels(
         "kernels": [
             _kernel(row, [table.file], owners.get((row["kernel"], row["term"]))) for row in rows
         ],
+        "modules": of_modules(modules, parts.get("other")) if modules and modules.value else None,
         # Text, since it is drawn and not read: one span is "start end term launches", in µs.
         "timeline": {
             "file": timeline.file,
@@ -225,18 +227,25 @@ def _of_table(table: Found) -> dict[str, dict[str, Figure | None]]:
     return _terms({"terms": terms}, [table.file])
 
 
-def _path(found: dict[str, Any], files: list[str], table: Found) -> dict[str, Any]:
-    """Which kernels the routed experts' products ran, and which counts do not come out even.
+def _path(
+    extra: dict[str, Any], files: list[str], table: Found, proof: dict[str, Any]
+) -> dict[str, Any]:
+    """Which kernels the routed experts' products ran, and which counts do not come out even; what
+    the arm claims of them, and whether it is proved.
 
     A kernel's time is that of its rows in the term (a template's instances are rows of their own).
+    Where the forced pass alone tells them ("by_forced"), its table does.
     """
+    found, claimed = extra.get("path") or {}, proof.get("claimed")
+    forced = path.by_forced(extra, table.value, claimed)
+    counted = [table.file] if forced else files
 
     def time(kernel: str) -> Figure | None:
         word = re.compile(rf"\b{re.escape(kernel)}\b")
         times = [
             float(row["ms_per_token"])
             for row in table.value
-            if row["term"] == "expert_gather" and word.search(row["kernel"])
+            if row["term"] == path.TERM and word.search(row["kernel"])
         ]
         return figure([sum(times)], "ms/token", [table.file]) if times else None
 
@@ -244,11 +253,11 @@ def _path(found: dict[str, Any], files: list[str], table: Found) -> dict[str, An
         "experts": [
             {
                 "kernel": row["kernel"],
-                "launches": figure([row["launches_per_token"]], "launches/token", files),
-                "per_layer": adopt(row.get("per_layer"), "launches/layer", files),
+                "launches": figure([row["launches_per_token"]], "launches/token", counted),
+                "per_layer": adopt(row.get("per_layer"), "launches/layer", counted + files),
                 "ms": time(row["kernel"]),
             }
-            for row in found.get("experts", [])
+            for row in forced or found.get("experts", [])
         ],
         "uneven": [
             {
@@ -258,6 +267,9 @@ def _path(found: dict[str, Any], files: list[str], table: Found) -> dict[str, An
             }
             for row in found.get("uneven", [])
         ],
+        "by_forced": bool(forced),
+        "claimed": claimed,
+        "proved": proof.get("proved"),
     }
 
 
