@@ -23,7 +23,8 @@ BOUNDS = ("than",)
 RATES = ("decode_rate", "token_ms", "prefill_rate", "tool_rate")
 RATES += ("build_ms", "build_share", "cpu_ms", "peak_memory")
 ARM = ("role", "runtime", "env", "patches", "absent", "void", *RATES)
-ARM += ("same_tokens_every_round", "same_tokens", "against", "removes", "bound", "perfetto", "cold")
+ARM += ("same_tokens_every_round", "same_tokens", "against", "longer", "removes", "bound")
+ARM += ("perfetto", "cold")
 
 
 def assemble(task: Task) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from . import charts, crossover, numbers, tables, trace_tables
+from . import charts, crossover, numbers, reservations, tables, trace_tables
 from .writers import Html, Markdown, plain
 
 COMMANDS = """
@@ -61,6 +61,7 @@ def _fill(record: dict[str, Any], writer: Markdown | Html, templates: Path, name
                 record=record,
                 t=tables,
                 k=trace_tables,
+                r=reservations,
                 x=crossover,
                 commands=commands(record["study"]["name"]),
             )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..verdict.blocking import LEAST
 from ..verdict.kernels import FORCED
 from .numbers import ABSENT, bound, show
 from .writers import Table, plain
@@ -24,6 +25,11 @@ TERM_NAMES = {
     "unclassified": "unclassified",
 }
 FORCED_PASS = " (forced pass)"
+# What a figure of an arm that removes work is, where it bounds nothing (verdict.claims).
+NO_BOUND = {
+    "longer": "no bound since the token is longer",
+    "outdone": "no bound since the candidate is faster than without the block",
+}
 
 
 def code(text: object) -> str:
@@ -392,11 +398,32 @@ def bounded(record: Record) -> list[str]:
     """The resource that bounds each traced arm's token, and why that is said."""
     return [
         f"{code(arm)} on {code(name)}: bounded by **{entry['bound']['resource']}**; "
-        f"{plain(entry['bound']['why'])}."
+        f"{plain(entry['bound']['why'])}.{_blocked(record['attribution']['kernels'][name][arm])}"
         for name, result in record["results"].items()
         for arm, entry in result["arms"].items()
         if entry["bound"] and not entry["void"]
     ]
+
+
+def _blocked(traced: dict[str, Any]) -> str:
+    """Which calls of the loop's thread wait for the GPU, where they take much of the token."""
+    calls = [
+        f"{show(row['ms'])} ms/token in {code(row['call'])}, {show(row['share'])} of the profiled "
+        "pass"
+        for row in traced["blocking"] or []
+    ]
+    return f" The thread that decodes spends {'; '.join(calls)}." if calls else ""
+
+
+def blocked(record: Record) -> str | None:
+    """From which share on a line of bounded names such calls; None if none does."""
+    found = any(
+        record["attribution"]["kernels"][name][arm]["blocking"]
+        for name, result in record["results"].items()
+        for arm, entry in result["arms"].items()
+        if entry["bound"] and not entry["void"]
+    )
+    return f"{LEAST * 100:g} %" if found else None
 
 
 def terms(record: Record, checkpoint: str) -> list[tuple[str, Table]]:
@@ -874,6 +901,8 @@ def conditions(claim: dict[str, Any]) -> list[str]:
                 footing += f", {show(of_work)} without synchronisation"
             if entry.get("drifts"):
                 footing += ", drifting one way through the rounds"
+            if entry.get("no_bound"):
+                footing += f", {NO_BOUND[entry['no_bound']]}"
             figure = f"{show(entry['figure'])}{footing}"
             parts.append(f"{name} is {figure}, claimed {asked}: {entry['state']}")
         settled = ", ".join(code(name) for name in found["settled_by"])
@@ -915,8 +944,10 @@ def largest(record: Record) -> list[str]:
             )
         for arm, entry in record["results"][checkpoint]["arms"].items():
             if entry["patches"] == ["skip_experts"] and entry["against"]:
-                saved = show(entry["against"]["saved"])
-                text += f"; {code(arm)} saves {saved} of the token"
+                if entry["longer"]:
+                    text += f"; {code(arm)} makes the token {show(entry['longer'])} longer"
+                else:
+                    text += f"; {code(arm)} saves {show(entry['against']['saved'])} of the token"
         lines.append(text + ".")
     return lines
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..verdict.modules import LEAST
 from .numbers import ABSENT, show
-from .tables import TERM_NAMES, Record, code, columns, greedy, traced, unsteady
+from .tables import NO_BOUND, TERM_NAMES, Record, code, columns, greedy, traced, unsteady
 from .writers import Table, plain
 
 
@@ -201,11 +201,16 @@ def _tokens(found: dict[str, Any], record: Record) -> list[str]:
     return parts
 
 
+def _known(at: dict[str, Any]) -> str:
+    mark = f" ({NO_BOUND[at['no_bound']]})" if at.get("no_bound") else ""
+    return show(at["figure"]) + mark
+
+
 def _answer(found: dict[str, Any]) -> list[str]:
     parts = [f"{plain(claim['says'])} **{claim['verdict']}**" for claim in found["claims"]]
     for entry in found["by"]:
         known = {name: at for name, at in entry["checkpoints"].items() if at["figure"]}
-        values = [f"{code(name)} {show(at['figure'])}" for name, at in known.items()]
+        values = [f"{code(name)} {_known(at)}" for name, at in known.items()]
         if not known:
             why = dict.fromkeys(plain(at["why"]) for at in entry["checkpoints"].values())
             values = [f"not measured: {', '.join(why)}"]

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import UserError
 from ..measure.failed import told
 from ..task import Task, ingredients
-from . import answers, attempts, attribution, claims, compact, missing, path, rule
+from . import answers, attempts, attribution, claims, compact, lengthening, missing, path, rule
 from . import arms as of_arms
 from .bound import bound
 from .ceiling import bandwidths, ceiling
@@ -170,6 +170,7 @@ class Checkpoint:
         # A command may not show its tokens: then nothing is known.
         found["same_tokens_every_round"] = len(hashes) == 1 if hashes - {None} else None
         found["against"] = self._against(name, null)
+        found["longer"] = self._longer(name, found["against"])
         found |= self._traced(name)
         parts = found["kernels"] or found["scopes"]
         usable = parts["terms"] if parts and not parts["refused"] and not found["void"] else None
@@ -224,18 +225,33 @@ class Checkpoint:
         pairs = self._pairs(name, base)
         if not pairs.pairs:
             return None
-        return of_arms.against(base, pairs, null) | {"gain": self._gain(name, base, pairs)}
+        return of_arms.against(base, pairs, null) | self._gain(name, base, pairs, null)
 
-    def _gain(self, name: str, base: str, pairs: of_arms.Pairs) -> Figure | None:
-        """Of a candidate, where its base is also measured without its MoE blocks: see arms.gain."""
+    def _gain(
+        self, name: str, base: str, pairs: of_arms.Pairs, null: of_arms.Pairs | None
+    ) -> dict[str, Any]:
+        """Of a candidate, where its base is also measured without its MoE blocks: see arms.gain;
+        beside it that arm, and whether the candidate is faster than it."""
+        found = {"gain": None, "gain_of": None, "outdoes": False}
         if self.arms[name]["role"] != "candidate":
-            return None
+            return found
         for skip, arm in self.arms.items():
             usable = not (self.absent[skip] or self.void[skip])
             same = arm.get("patches") == ["skip_moe"] and of_arms.base_arm(self.arms, skip) == base
             if usable and same:
-                return of_arms.gain(pairs, self._valid(skip))
-        return None
+                without = self._valid(skip)
+                beyond = of_arms.outdoes(self._valid(name), without, null, self.runs.file)
+                gain = of_arms.gain(pairs, without)
+                return {"gain": gain, "gain_of": skip, "outdoes": gain is not None and beyond}
+        return found
+
+    def _longer(self, name: str, against: dict[str, Any] | None) -> Figure | None:
+        """Of an intervention that removes work and makes the token longer all the same."""
+        arm, facts = self.arms[name], self.architecture.value if self.architecture else {}
+        removing = lengthening.removes_work(arm.get("patches", []), facts.get("top_k"))
+        if arm["role"] != "intervention" or not removing:
+            return None
+        return lengthening.longer(against)
 
     def _traced(self, name: str) -> dict[str, Any]:
         subject = f"{self.name}.{name}"

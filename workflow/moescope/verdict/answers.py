@@ -2,14 +2,15 @@
 
 from typing import Any
 
-from .claims import meaning
+from .claims import meaning, no_bound
 from .quantities import PATH, NotMeasuredError, evaluate
 
 
 def answer(questions: list[dict[str, Any]], analysis: dict[str, Any]) -> list[dict[str, Any]]:
     """The study's ``answers`` in their order.
 
-    Each: {"asks", "arm", "by": [{"quantity", "means", "checkpoints": {name: {"figure", "why"}}}],
+    Each: {"asks", "arm", "by": [{"quantity", "means", "checkpoints": {name: {"figure", "why",
+    and with a figure "no_bound", see claims.no_bound}}}],
     "paths": {name: {"kernels", "by_forced", "why"}}, "claims": [{"name", "says", "verdict"}],
     "not_measured"}.
     Without ``checkpoints`` a question is about every checkpoint that the quantity is known of.
@@ -41,7 +42,11 @@ def _figures(quantity: str, names: list[str], analysis: dict[str, Any], arm: str
     found: dict[str, Any] = {}
     for name in names:
         try:
-            found[name] = {"figure": evaluate(analysis, name, quantity, arm), "why": None}
+            found[name] = {
+                "figure": evaluate(analysis, name, quantity, arm),
+                "no_bound": no_bound(quantity, analysis["checkpoints"][name]["arms"]),
+                "why": None,
+            }
         except NotMeasuredError as error:
             found[name] = {"figure": None, "why": str(error)}
     return {"quantity": quantity, "means": meaning(quantity), "checkpoints": found}

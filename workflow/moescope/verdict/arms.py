@@ -164,6 +164,16 @@ def gain(pairs: Pairs, skipped: list[Run]) -> Figure | None:
     return figure(shares, "share", [pairs.file], ids) if shares else None
 
 
+def outdoes(arm: list[Run], skipped: list[Run], null: Pairs | None, file: str) -> bool:
+    """Is an arm faster than the one that skips the whole MoE block, by the rule?
+
+    Then what skipping saves is no bound of what the arm can: more than the block's work differs.
+    """
+    ratios = Pairs(arm, skipped, file).ratios("decode_rate")
+    decision = rule.decide(ratios, null.ratios("decode_rate") if null else [])
+    return decision.effect == "effect" and min(ratios) > 1
+
+
 def drifts(ratios: Sequence[float], null: Sequence[float]) -> bool:
     """Does a ratio move one way through all rounds, by more than the null arm's range?
 

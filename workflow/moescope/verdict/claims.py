@@ -59,6 +59,7 @@ def _condition(
     arms = analysis["checkpoints"][checkpoint]["arms"]
     found |= _footing(entry["quantity"], arms.get(arm))
     found["drifts"] = _drifts(entry["quantity"], arms)
+    found["no_bound"] = no_bound(entry["quantity"], arms)
     try:
         figure = evaluate(analysis, checkpoint, entry["quantity"], arm)
         if (
@@ -104,6 +105,16 @@ def _drifts(quantity: str, arms: dict[str, Any]) -> bool:
     head, _, name = quantity.partition(".")
     against = (arms.get(name) or {}).get("against") if head in ("ratio", "saved", "gain") else None
     return bool(against and against["drifts"])
+
+
+def no_bound(quantity: str, arms: dict[str, Any]) -> str | None:
+    """Why a figure of what removing work saves bounds nothing, or None: "longer" where the token is
+    longer without it, "outdone" where a candidate is faster than the arm without the block."""
+    head, _, name = quantity.partition(".")
+    arm = arms.get(name) or {}
+    if head == "saved" and arm.get("longer"):
+        return "longer"
+    return "outdone" if head == "gain" and (arm.get("against") or {}).get("outdoes") else None
 
 
 def meaning(quantity: str) -> str:

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from . import bars, path
+from .blocking import blocking
 from .modules import modules as of_modules
 from .path import FORCED
 from .quantities import TERMS
@@ -132,6 +133,7 @@ def kernels(
             }
             for row in (calls.value if calls else [])
         ],
+        "blocking": blocking(calls, terms),
         "kernels": [
             _kernel(row, [table.file], owners.get((row["kernel"], row["term"]))) for row in rows
         ],

@@ -169,6 +169,8 @@ def _synchronisation(subject: dict[str, Any], arm: str, _: str) -> "Figure":
 def _against(key: str) -> Reader:
     def read(subject: dict[str, Any], _: str, name: str) -> "Figure":
         found = _arm(subject, name)["against"]
+        if key == "gain" and found and found["gain"] is None and found["gain_of"]:
+            raise NotMeasuredError(f"not every round has {found['gain_of']} saving time")
         if found is None or found[key] is None:
             raise NotMeasuredError(f"no paired rounds of {name}")
         return found[key]
