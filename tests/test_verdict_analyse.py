@@ -740,6 +740,35 @@ def test_a_share_of_the_gpu_s_time_is_told_without_synchronisation_too(tmp_path)
     assert condition["of_work"]["value"] == pytest.approx(0.07)
 
 
+@pytest.mark.parametrize(
+    ("changes", "holds"),
+    [
+        ({}, None),  # a term more than the busy time says: it was not told apart
+        ({"model_busy_ms": None}, None),
+        ({"method": "forced"}, None),
+        ({"model_busy_ms": "busy"}, True),
+    ],
+)
+def test_a_trace_that_found_no_synchronisation_says_zero(tmp_path, changes, holds):
+    def none(terms):
+        del terms["terms"]["synchronisation"]
+        terms.update(changes)
+        if changes.get("model_busy_ms") == "busy":
+            terms["model_busy_ms"] = terms["busy_ms"]
+
+    claim = {
+        "name": "one-stream",
+        "says": "Nothing is synchronised.",
+        "of": "gpu",
+        "checkpoints": ["qwen3-moe"],
+        "all": [{"quantity": "synchronisation_ms", "is": "<", "than": 0.001}],
+    }
+    tree = Tree(tmp_path, kernels=True).make()
+    edited(tree, "terms.json", none, "vlm")
+    (condition,) = analysis(tree, [claim])["claims"][0]["checkpoints"]["qwen3-moe"]["conditions"]
+    assert (condition["figure"] or {}).get("value") == (0.0 if holds else None)
+
+
 def test_a_missed_bar_without_explanation_and_a_filled_cache_are_named(tmp_path):
     tree = Tree(tmp_path, kernels=True).make()
     edited(tree, "terms.json", lambda terms: terms.update(alone_disagreement=0.2), "vlm")
