@@ -11,7 +11,8 @@ record: $(VENV)/record.stamp
 	$(SMK) --cores 1 record
 
 test: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not alone"
+	$(BIN)/python -m pytest -q -m alone
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
@@ -37,7 +38,10 @@ define venv
 	  { echo "moescope needs Python 3.11 or newer; give one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "the venv module is missing (Debian: apt install python3-venv)"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $(1)
+	@# uv, of the same lock, installs the rest: three times as fast as pip
+	sed -n '/^uv==/,/[^\\]$$/p' $(1) > $(VENV)/uv.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $(VENV)/uv.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --require-hashes -r $(1)
 endef
 
 clean:

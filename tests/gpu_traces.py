@@ -125,8 +125,8 @@ def save(events: Events, path: Path) -> None:
     """Write events as the worker does."""
 
     def table(rows):
-        names = sorted({row[0] for row in rows})
-        return {"names": names, "rows": [[names.index(row[0]), *row[1:]] for row in rows]}
+        names = {name: at for at, name in enumerate(sorted({row[0] for row in rows}))}
+        return {"names": list(names), "rows": [(names[row[0]], *row[1:]) for row in rows]}
 
     heard = None
     if events.ranges is not None:
@@ -156,5 +156,4 @@ def save(events: Events, path: Path) -> None:
         "sequences": sequences,
         "steps": {step: sequences.index(of) for step, of in events.steps.items()},
     }
-    with gzip.open(path, "wt") as file:
-        json.dump(content, file)
+    path.write_bytes(gzip.compress(json.dumps(content).encode(), compresslevel=1))

@@ -142,6 +142,7 @@ def test_large_requests_and_much_noise_do_not_block(root, tmp_path):
     assert log.stat().st_size > 300_000
 
 
+@pytest.mark.alone
 def test_several_work_at_the_same_time(root):
     workers = [start(root, FAKE_LOAD_S="0.5") for _ in range(3)]
     for worker in workers:

@@ -7,8 +7,10 @@ import shutil
 import pytest
 import yaml
 
+import stages
 import tiny
 import toy_runtime as toy
+from moescope.checkpoints import materialise
 from moescope.errors import UserError
 from moescope.files import read_json
 from moescope.measure import guard
@@ -72,28 +74,63 @@ claims:
 """
 
 
-@pytest.fixture
-def world(tmp_path, monkeypatch, root):
-    """(root of a repository, folder of the toy); mlx-lm runs in the tests' own interpreter."""
-    import agreement
-
-    here = tmp_path / "root"
+def build(folder, root):
+    """(root of a repository, folder of the toy), below a folder."""
+    here = folder / "root"
     here.mkdir()
     for name in ("envs", "templates"):
         shutil.copytree(root / name, here / name)
     (here / "workflow").symlink_to(root / "workflow")
-    presets = tmp_path / "presets"
+    presets = folder / "presets"
     presets.mkdir()
     text = {"invoke": toy.INVOKE, "build": toy.BUILD, "framework": toy.FRAMEWORK}
     (presets / "toy.yaml").write_text(yaml.safe_dump(text))
-    monkeypatch.setattr(spec, "PRESETS", presets)
+    toy.write(folder / "toy", message="first")
+    return here, folder / "toy"
+
+
+def enter(patch, folder):
+    """Work with what was built there; mlx-lm runs in the tests' own interpreter."""
+    import agreement
+
+    patch.setattr(spec, "PRESETS", folder / "presets")
     python = Interpreter(agreement.interpreter().python, dict(os.environ))
-    monkeypatch.setattr(environments, "provide", lambda *_: python)
-    monkeypatch.setattr(environments, "ensure_layout", lambda *_: python)
-    monkeypatch.setenv("MOESCOPE_LOCK_DIR", str(tmp_path))
-    monkeypatch.setitem(guard.DEFAULTS, "enabled", False)  # others may be compiling here
-    toy.write(tmp_path / "toy", message="first")
-    return here, tmp_path / "toy"
+    patch.setattr(environments, "provide", lambda *_: python)
+    patch.setattr(materialise, "ensure_layout", lambda *_: python)
+    patch.setenv("MOESCOPE_LOCK_DIR", str(folder))
+    stages.little_bandwidth(patch)
+    patch.setitem(guard.DEFAULTS, "enabled", False)  # others may be compiling here
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch, root):
+    enter(monkeypatch, tmp_path)
+    return build(tmp_path, root)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, root):
+    """(world, its plan, all done): a checkpoint that fits, and one too wide for the cap."""
+    folder = tmp_path_factory.mktemp("measured")
+    world = build(folder, root)
+    with pytest.MonkeyPatch.context() as patch:
+        enter(patch, folder)
+        path = write(world, memory=520 << 20)
+        config = yaml.safe_load(path.read_text())
+        wide = yaml.safe_load(yaml.safe_dump(config["checkpoints"]["moe"]))
+        wide["source"]["config"]["num_experts"] = 512
+        config["checkpoints"]["wide"] = wide
+        path.write_text(yaml.safe_dump(config, sort_keys=False))
+        assert plan(world).unpinned == {
+            "build/toy": "runtimes.toy.source.commit, runtimes.toy.framework.value"
+        }
+        assert "run `snakemake pin`" in explain(plan(world))
+        pin(world[0], path)
+        first = plan(world)
+        assert first.unpinned == {}
+        run(first)
+        assert not first.stale()
+    return world, first
 
 
 def write(world, memory="null"):
@@ -131,18 +168,8 @@ def repin(world):
     return pin(world[0], path)
 
 
-def test_a_binary_is_measured_beside_mlx_lm_and_only_its_stages_follow_its_pin(world):
-    here, url = world
-    write(world)
-    assert plan(world).unpinned == {
-        "build/toy": "runtimes.toy.source.commit, runtimes.toy.framework.value"
-    }
-    assert "run `snakemake pin`" in explain(plan(world))
-    pin(here, here / "study.yaml")
-    first = plan(world)
-    assert first.unpinned == {}
-    run(first)
-    assert not first.stale()
+def test_a_binary_is_measured_beside_mlx_lm(measured):
+    (here, _), first = measured
     rows = read_runs(here / first.job("measure", "moe").folder / "runs.jsonl")
     built = read_json(here / first.job("build", "toy").folder / "manifest.json", binary.SCHEMA)
     assert [row["valid"] for row in rows] == [True] * 12, [row["why"] for row in rows]
@@ -157,7 +184,21 @@ def test_a_binary_is_measured_beside_mlx_lm_and_only_its_stages_follow_its_pin(w
     assert "parity: the command chooses its own prompt" in record
     assert "a command has no scopes" in record
 
-    # A commit that leaves the framework where it was, then one that moves it.
+
+def test_a_checkpoint_that_does_not_fit_is_skipped_with_its_numbers(measured):
+    (here, _), first = measured
+    assert read_runs(here / first.job("measure", "wide").folder / "runs.jsonl") == []
+    record = read_json(here / first.record.folder / "record.json")
+    text = (here / first.record.folder / "record.md").read_text()
+    assert "GiB are allowed here (the cap of 0.5 GiB); skipped before launch" in text
+    assert record["results"]["moe"]["runs"]["valid"]["value"] == 12
+
+
+def test_only_the_stages_of_a_binary_follow_its_pin(measured, monkeypatch):
+    """A commit that leaves the framework where it was, then one that moves it."""
+    world, _ = measured
+    enter(monkeypatch, world[0].parent)
+    here, url = world
     for message, value, moved in (("slower", toy.PIN, False), ("bump", toy.OTHER_PIN, True)):
         commit = toy.write(url, pin=value, message=message)
         repin(world)
@@ -167,9 +208,10 @@ def test_a_binary_is_measured_beside_mlx_lm_and_only_its_stages_follow_its_pin(w
         assert ("runtime.framework.value" in said) is moved
         stale = {job.name for job in bumped.stale()}
         assert stale == {
-            "build/toy", "warmup/moe.toy", "warmup/moe.toy-fused", "measure/moe",
-            "trace/moe.toy", "trace/moe.toy-fused", "parity/moe", "analyse/toy",
-            f"record/toy@{MACHINE.name}",
+            "build/toy", "analyse/toy", f"record/toy@{MACHINE.name}",
+            *(f"{stage}/{name}.{arm}" for stage in ("warmup", "trace")
+              for name in ("moe", "wide") for arm in ("toy", "toy-fused")),
+            *(f"{stage}/{name}" for stage in ("measure", "parity") for name in ("moe", "wide")),
         }  # fmt: skip
     run_job(bumped.job("build", "toy"), here)
     moved = read_json(here / bumped.job("build", "toy").folder / "manifest.json", binary.SCHEMA)
@@ -194,26 +236,6 @@ def test_a_swapped_binary_is_refused_and_a_flag_that_is_gone_stops_before_any_ru
         run_job(planned.job("build", "toy"), here)
     assert not (here / "results" / "measure").exists()
     assert not (here / planned.job("build", "toy").folder).exists()
-
-
-def test_a_checkpoint_that_does_not_fit_is_skipped_with_its_numbers(world):
-    here, _ = world
-    path = write(world, memory=600 << 20)
-    # The same model beside itself, wide enough to pass the cap.
-    config = yaml.safe_load(path.read_text())
-    wide = yaml.safe_load(yaml.safe_dump(config["checkpoints"]["moe"]))
-    wide["source"]["config"]["num_experts"] = 4096
-    config["checkpoints"]["wide"] = wide
-    del config["arms"]["toy-fused"]
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
-    pin(here, path)
-    planned = plan(world)
-    run(planned)
-    assert read_runs(here / planned.job("measure", "wide").folder / "runs.jsonl") == []
-    record = read_json(here / planned.record.folder / "record.json")
-    text = (here / planned.record.folder / "record.md").read_text()
-    assert "GiB are allowed here (the cap of 0.6 GiB); skipped before launch" in text
-    assert record["results"]["moe"]["runs"]["valid"]["value"] == 9
 
 
 @pytest.mark.parametrize("name", ["issue-1859-gb10", "issue-1859-m3ultra"])

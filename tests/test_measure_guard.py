@@ -26,6 +26,7 @@ from moescope.measure.cpu import (
 from moescope.measure.guard import Guard
 from moescope.measure.lock import HostLock
 
+pytestmark = pytest.mark.alone
 WORKFLOW = str(Path(guards.__file__).parents[2])
 SETTINGS = {
     "enabled": True,

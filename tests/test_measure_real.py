@@ -32,22 +32,28 @@ def models(tmp_path_factory):
     return folder
 
 
+def prepared(patch, folder, model, stage, params):
+    """A task below a folder over the real worker and one of the models."""
+    stages.stand_in(patch)
+    patch.setenv("MOESCOPE_LOCK_DIR", str(folder))
+    (folder / "root").mkdir()
+    (folder / "root" / "workflow").symlink_to(tiny.ROOT / "workflow")
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    patch.setattr(environments, "ensure", lambda *_: Interpreter(Path(tiny.arm_python()), env))
+    patch.setattr(materialise, "ensure", lambda *_: model)
+    return stages.make(folder, stage, "tiny", params, kind="synthetic")
+
+
 @pytest.fixture
 def make(models, tmp_path, monkeypatch):
-    stages.stand_in(monkeypatch)
-    monkeypatch.setenv("MOESCOPE_LOCK_DIR", str(tmp_path))
-    (tmp_path / "root").mkdir()
-    (tmp_path / "root" / "workflow").symlink_to(tiny.ROOT / "workflow")
+    stages.little_bandwidth(monkeypatch)
 
-    def prepared(family, stage, params):
-        env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-        monkeypatch.setattr(
-            environments, "ensure", lambda *_: Interpreter(Path(tiny.arm_python()), env)
-        )
-        monkeypatch.setattr(materialise, "ensure", lambda *_: models / family)
-        return stages.make(tmp_path, stage, "tiny", params, kind="synthetic")
+    def call(family, stage, params):
+        folder = tmp_path / stage
+        folder.mkdir()
+        return prepared(monkeypatch, folder, models / family, stage, params)
 
-    return prepared
+    return call
 
 
 ARMS = (
@@ -58,10 +64,19 @@ ARMS = (
 )
 
 
-def test_a_mixture_of_experts_is_measured(make):
-    task = make("qwen3_moe", "measure", stages.measure_params(ARMS, count=3))
-    measure.run(task)
-    rows = read_runs(task.out / "runs.jsonl")
+@pytest.fixture(scope="module")
+def whole(models, tmp_path_factory):
+    """The folder of a mixture of experts' measurement in whole rounds."""
+    with pytest.MonkeyPatch.context() as patch:
+        params = stages.measure_params(ARMS, count=3)
+        folder = tmp_path_factory.mktemp("whole")
+        task = prepared(patch, folder, models / "qwen3_moe", "measure", params)
+        measure.run(task)
+    return task.out
+
+
+def test_a_mixture_of_experts_is_measured(whole):
+    rows = read_runs(whole / "runs.jsonl")
     assert len(rows) == 12
     assert all(row["valid"] for row in rows), [row["why"] for row in rows]
     tokens = {row["arm"]: row["tokens_sha256"] for row in rows}
@@ -69,23 +84,22 @@ def test_a_mixture_of_experts_is_measured(make):
     assert not any(row.get("flags") for row in rows)
     per_token = {arm: [r["decode_s"] / 5 for r in rows if r["arm"] == arm] for arm in tokens}
     assert min(per_token["slow"]) > 0.02 > min(per_token["ref"])
-    environment = read_json(task.out / "environment.json")
+    environment = read_json(whole / "environment.json")
     assert environment["bandwidth"]["read"]["value"] > 1e8
     (process, _) = environment["processes"]
     assert process["versions"]["mlx"] and len(process["library_sha256"]) == 64
 
 
-def test_sliced_rounds_give_the_same_tokens(make):
+def test_sliced_rounds_give_the_same_tokens(make, whole):
     params = stages.measure_params(ARMS, count=3)
-    task = make("qwen3_moe", "measure", params)
-    measure.run(task)
-    whole = {row["arm"]: row["tokens_sha256"] for row in read_runs(task.out / "runs.jsonl")}
     params["rounds"]["slices"] = 2
+    task = make("qwen3_moe", "measure", params)
     measure.run(task)
     rows = read_runs(task.out / "runs.jsonl")
     assert len(rows) == 12 and all(row["valid"] for row in rows), [row["why"] for row in rows]
     assert all(row["slices"] == 2 and row["forwards"] == 3 for row in rows)
-    assert {row["arm"]: row["tokens_sha256"] for row in rows} == whole
+    tokens = {row["arm"]: row["tokens_sha256"] for row in read_runs(whole / "runs.jsonl")}
+    assert {row["arm"]: row["tokens_sha256"] for row in rows} == tokens
     assert not any(row.get("flags") for row in rows)
     slow = [row["decode_s"] / row["forwards"] for row in rows if row["arm"] == "slow"]
     assert min(slow) > 0.02

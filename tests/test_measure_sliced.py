@@ -115,6 +115,7 @@ def test_the_null_arms_spread_is_several_times_smaller(seed):
 # The stage.
 
 
+@pytest.mark.alone
 def test_on_a_host_that_flips_its_speed_slices_narrow_the_null_arm(tmp_path):
     """The schedule's simulation again, through processes: twice as slow at random, for 0.15 s."""
     arms = [
@@ -275,6 +276,7 @@ def test_a_sliced_pass_that_times_another_number_is_void():
     assert void({k: v for k, v in result.items() if k != "slices"}, shape) is not None
 
 
+@pytest.mark.alone
 def test_on_cuda_the_arms_warm_up_at_the_same_time(tmp_path, monkeypatch):
     """Five processes whose first pass takes long: together it takes about as long as one."""
     import time

@@ -44,6 +44,14 @@ def crossing(tmp_path_factory) -> Path:
     return make(tmp_path_factory.mktemp("crossing"), CROSSES)
 
 
+@pytest.fixture
+def folder(crossing, tmp_path) -> Path:
+    """The same record in a copy of its repository (tmp_path), to be changed."""
+    root = crossing.parents[3]
+    shutil.copytree(root, tmp_path, dirs_exist_ok=True)
+    return tmp_path / crossing.relative_to(root)
+
+
 def record_of(folder: Path) -> dict:
     return json.loads((folder / "record.json").read_text())
 
@@ -138,8 +146,7 @@ def test_the_same_data_give_the_same_bytes(crossing, tmp_path):
         assert (again / name).read_bytes() == (crossing / name).read_bytes(), name
 
 
-def test_the_audit_holds_the_csv_to_the_data(tmp_path):
-    folder = make(tmp_path, CROSSES)
+def test_the_audit_holds_the_csv_to_the_data(folder, tmp_path):
     assert audit(tmp_path) == []
     path = folder / "crossover.csv"
     text = path.read_text()
@@ -155,8 +162,7 @@ def test_the_audit_holds_the_csv_to_the_data(tmp_path):
     assert "other.csv: is nothing that the data give" in problem
 
 
-def test_a_measured_entry_takes_the_place_of_the_carried_one(tmp_path):
-    folder = make(tmp_path, CROSSES)
+def test_a_measured_entry_takes_the_place_of_the_carried_one(folder, tmp_path):
     path = tmp_path / TABLE
     table = json.loads(path.read_text())
     own = {"device": "Test GPU", "language": "cuda", "mlx": "0.32.4"}
@@ -180,8 +186,7 @@ def test_a_measured_entry_takes_the_place_of_the_carried_one(tmp_path):
     assert json.loads(path.read_text())["entries"] == after
 
 
-def test_an_entry_that_no_record_gives_is_found(tmp_path):
-    folder = make(tmp_path, CROSSES)
+def test_an_entry_that_no_record_gives_is_found(folder, tmp_path):
     enter(tmp_path, folder.relative_to(tmp_path))
     path = tmp_path / TABLE
     path.write_text(path.read_text().replace('"max_width": 5', '"max_width": 6'))
@@ -247,8 +252,7 @@ def test_without_a_record_there_is_nothing_to_enter(root, capsys):
     assert (root / TABLE).read_bytes() == before
 
 
-def test_the_command_enters_the_record_of_its_study(tmp_path, capsys):
-    folder = make(tmp_path, CROSSES)
+def test_the_command_enters_the_record_of_its_study(folder, tmp_path, capsys):
     with mock.patch("moescope.cli._plan") as plan:
         plan.return_value.root = tmp_path
         plan.return_value.record.folder = folder.relative_to(tmp_path)

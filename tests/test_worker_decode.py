@@ -94,6 +94,7 @@ def test_a_pass_in_slices_decodes_the_same_tokens(loaded, slices):
     assert parts["finite"] is True and parts["peak_memory"] > 0
 
 
+@pytest.mark.alone
 def test_slices_time_the_steps_between_the_pauses_only(loaded):
     """With a long delay in each step: no interval holds a pause, none is short of a step."""
     delay, pause = 0.04, 0.15
@@ -175,6 +176,7 @@ def test_forced_logits_after_a_short_prompt(loaded, tmp_path, length):
     assert not numpy.allclose(rows[0], rows[1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.alone
 def test_the_window_is_exactly_the_forwards_after_the_first_token(loaded):
     """With a long delay in each step, the seconds say how many steps lie within: M - 1 in the
     decode window and as many graphs built; the one in flight after it is outside."""

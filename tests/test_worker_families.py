@@ -3,6 +3,8 @@
 What cannot be seen through the worker's replies is looked at from inside by tiny_probe.py.
 """
 
+from functools import cache
+
 import pytest
 
 import tiny
@@ -36,20 +38,21 @@ def worker(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoints(worker, tmp_path_factory):
+    """Of each model, made when it is first asked for."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    return {model: tiny.checkpoint(worker, folder / "-".join(model), *model) for model in MODELS}
+    return cache(lambda model: tiny.checkpoint(worker, folder / "-".join(model), *model))
 
 
 @pytest.fixture(scope="module")
 def findings(checkpoints):
-    found = tiny.probe([(model[0], checkpoints[model]) for model in MODELS])
+    found = tiny.probe([(model[0], checkpoints(model)) for model in MODELS])
     return dict(zip(MODELS, found, strict=True))
 
 
 @pytest.fixture
 def load(worker, checkpoints):
     def call(model):
-        return worker.ask("load", LIMIT_S, package=model[0], path=str(checkpoints[model]))
+        return worker.ask("load", LIMIT_S, package=model[0], path=str(checkpoints(model)))
 
     return call
 
@@ -110,6 +113,7 @@ def test_delays_are_found_where_they_are(findings, model):
     assert findings[model]["delays"] == expected
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("model", [MODELS[1], ("mlx-vlm", "inkling")], ids="-".join)
 def test_a_real_delay_is_found_within_a_tenth(worker, load, model):
     """More passes are taken while other programs get in between; they only add time."""
