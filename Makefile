@@ -12,7 +12,7 @@ record: $(VENV)/record.stamp
 
 test: lint
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not alone"
-	$(BIN)/python -m pytest -q -m alone
+	$(BIN)/python -m pytest -q -m alone $$(grep -l 'mark\.alone' tests/test_*.py)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -7,7 +7,8 @@ heard, the graph of every step exported. Of qwen3-moe also the same steps with C
 
 import gzip
 import json
-from dataclasses import astuple, replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
 
 from moescope.trace.align import StepLabels
@@ -16,6 +17,7 @@ from moescope.trace.events import SCHEMA, Call, Events, Kernel, Mark, read_event
 DATA = Path(__file__).parent / "data"
 FAMILIES = {"qwen3-moe": 4, "inkling": 2, "deepseek-v4": 4}  # -> its MoE layers
 LAYERS = 4
+CALL, MARK = (attrgetter(*(field.name for field in fields(kind))) for kind in (Call, Mark))
 
 
 def recorded(family: str) -> Events:
@@ -139,7 +141,7 @@ def save(events: Events, path: Path) -> None:
             sequences.append(sequence)
     content = {
         "schema": SCHEMA,
-        "marks": [astuple(mark) for mark in events.marks],
+        "marks": [MARK(mark) for mark in events.marks],
         "kernels": table(
             [
                 (k.name, k.start, k.end, *k.grid, *k.block, k.stream, k.graph, k.node, k.launch)
@@ -147,7 +149,7 @@ def save(events: Events, path: Path) -> None:
             ]
         ),
         "copies": table([]),
-        "calls": table([astuple(call) for call in events.calls]),
+        "calls": table([CALL(call) for call in events.calls]),
         "overhead": table([]),
         "dropped": events.dropped,
         "ranges": heard,

@@ -90,13 +90,13 @@ def test_every_arm_runs_once_a_round_in_rotating_order(tmp_path):
 
 
 def test_nothing_names_the_host_or_its_user(tmp_path, monkeypatch):
-    monkeypatch.setattr("platform.node", lambda: "host-of-ada")
-    monkeypatch.setattr("socket.gethostname", lambda: "host-of-ada")
+    monkeypatch.setattr("platform.node", lambda: "host-of-lovelace")
+    monkeypatch.setattr("socket.gethostname", lambda: "host-of-lovelace")
     for name in ("USER", "LOGNAME", "HOSTNAME"):
-        monkeypatch.setenv(name, "ada")
+        monkeypatch.setenv(name, "lovelace")
     task, _ = measure(tmp_path, count=3)
     text = "".join(path.read_text() for path in task.out.iterdir())
-    assert "ada" not in text
+    assert "lovelace" not in text
     assert str(tmp_path) not in text
     assert f'"pid": {os.getpid()}' not in text
 

@@ -35,7 +35,10 @@ def make(root: Path, widths, asked=ASKED, **more) -> Path:
         made = tree.record(TEMPLATES)
     target = root / TABLE
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / TABLE, target)
+    table = json.loads((ROOT / TABLE).read_text())
+    # What was measured stands on records that are not here.
+    kept = [one for one in table["entries"] if one["about"]["kind"] == "carried"]
+    write_json(target, table | {"entries": kept})
     return made
 
 
