@@ -1,7 +1,6 @@
 """What all tests share: the repository, and an arm's interpreter with MLX."""
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -63,5 +62,3 @@ def _own_temporary_folder(config) -> None:
     folder = Path(tempfile.gettempdir()) / f"moescope-tests-{os.getuid()}" / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ["TMPDIR"] = str(folder)
-    if sys.platform == "linux":
-        os.environ["PATH"] = f"{ROOT / 'tests' / 'bin'}{os.pathsep}{os.environ['PATH']}"
