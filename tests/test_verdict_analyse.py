@@ -747,6 +747,7 @@ def test_a_share_of_the_gpu_s_time_is_told_without_synchronisation_too(tmp_path)
         ({"model_busy_ms": None}, None),
         ({"method": "forced"}, None),
         ({"model_busy_ms": "busy"}, True),
+        ({"model_busy_ms": "busy", "profiler_cost": [0.5]}, None),  # the attribution is refused
     ],
 )
 def test_a_trace_that_found_no_synchronisation_says_zero(tmp_path, changes, holds):

@@ -166,7 +166,8 @@ def _synchronisation(subject: dict[str, Any], arm: str, _: str) -> "Figure":
     """0 where the trace takes it apart and found none: then busy time is the model's alone. The
     forced pass does not tell."""
     traced = _arm(subject, arm)["kernels"]
-    if traced and traced["method"] != "forced" and "synchronisation" not in traced["terms"]:
+    told = traced and not traced["refused"] and traced["method"] != "forced"
+    if told and "synchronisation" not in traced["terms"]:
         busy, model = traced["busy_ms"], traced["model_busy_ms"]
         if busy and model and abs(busy["value"] - model["value"]) <= 1e-6 * busy["value"]:
             return busy | {"value": 0.0, "min": 0.0, "max": 0.0}
