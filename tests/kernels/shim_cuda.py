@@ -5,10 +5,11 @@ import dataclasses
 import mlx.core as mx
 
 from kernels import on_cpu
-from moescope.kernels import samples, shim
+from moescope.kernels import layout, reference, samples, shim
 from moescope.kernels.layout import Geometry
 
-CASES = {"check_block": list(samples.cases())}
+SMALL_FLOATS = ("mxfp4", "nvfp4", "mxfp8")
+CASES = {"check_block": list(samples.cases()), "check_large_and_small_activations": SMALL_FLOATS}
 
 
 def check_block(name):
@@ -54,3 +55,61 @@ def check_more_blocks_than_rows():
     for calls in (1, 3):
         once = shim.one_launch(spec, tensors, x, *dynamic, blocks=6, schedule=9, calls=calls)
         assert mx.array_equal(once, two["y"]).item()
+
+
+def check_large_and_small_activations(name):
+    """Small floats' operands are lifted by 2^80, a shared expert's in another format with them: far
+    from one, the results are as near as ever."""
+    mx.random.seed(9)
+    form, shared = samples.FORMATS[name], samples.Shared(128, samples.A4, samples.A4, samples.A4)
+    spec = on_cpu.small(samples.block(form, shared=shared))
+    spec = dataclasses.replace(spec, hidden=192, out=192, width=128)
+    tensors = samples.tensors_of(spec)
+    x, dynamic = samples.inputs_of(spec)
+    for power in (-20, 12):
+        far = x * 2.0**power
+        y = shim.one_launch(spec, tensors, far, *dynamic)
+        result = shim.block("cuda", spec, tensors, far, *dynamic)
+        assert mx.array_equal(y, result["y"]).item(), power
+        picks = (result["chosen"], result["weights"])
+        found = samples.distance(y, reference.block(spec, tensors, far, picks=picks))
+        assert found["finite"], power
+        assert found["nrms"] <= 5e-4, (power, found)
+
+
+def check_operand_whole_or_by_stages():
+    """The same bits whether a block keeps all of the second half's operand, asks for it at once or
+    after its sums, in one set of warps or two, or takes it stage by stage."""
+    mx.random.seed(10)
+    spec = on_cpu.small(samples.block(samples.FORMATS["mxfp4"]))
+    spec = dataclasses.replace(spec, width=1184, out=288)
+    tensors = samples.tensors_of(spec)
+    x, dynamic = samples.inputs_of(spec)
+    plan, blocks, seen = layout.cut(spec), 4, {}
+    little, most = layout.LITTLE_GIVEN, layout.SETS_MOST
+    two = shim.block("cuda", spec, tensors, x, *dynamic)
+    try:
+        for layout.LITTLE_GIVEN in (0, little):
+            for layout.SETS_MOST in (1, 2):
+                for memory in (shim.MEMORY, 0):
+                    memory = memory or _too_little_for_all(spec, plan, blocks)
+                    pair = layout.block_launch(spec, plan, Geometry(), blocks, memory)
+                    how = (pair[0].whole, pair[0].sets, layout.little_given(spec, plan))
+                    once = shim.one_launch_later(
+                        spec, tensors, x, *dynamic, blocks=blocks, memory=memory
+                    )
+                    seen[how] = once(True, 3, 2)
+    finally:
+        layout.LITTLE_GIVEN, layout.SETS_MOST = little, most
+    assert {how[:2] for how in seen} >= {(True, 1), (True, 2), (False, 1), (False, 2)}, seen.keys()
+    assert {how[2] for how in seen if how[0]} == {True, False}, seen.keys()
+    for how, y in seen.items():
+        assert mx.array_equal(y, two["y"]).item(), how
+
+
+def _too_little_for_all(spec, plan, blocks):
+    for memory in range(shim.MEMORY, 0, -512):
+        pair = layout.block_launch(spec, plan, Geometry(), blocks, memory)
+        if pair and not pair[0].whole and pair[0].sets == min(2, layout.SETS_MOST):
+            return memory
+    raise AssertionError("all of the operand always fits")

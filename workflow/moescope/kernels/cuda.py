@@ -27,10 +27,10 @@ from .layout import (
     block_launch,
     cut,
     down_launch,
+    down_warps,
     first_launch,
     first_static,
-    given_steps,
-    given_whole,
+    little_given,
     steps,
     tiles,
 )
@@ -93,10 +93,11 @@ def first_values(spec: Spec, plan: Cut, how: Launch, rows: int) -> dict[str, obj
     values = source.router_values(spec.router, spec.dtype) | source.block_values(spec)
     return (
         values
+        | source.kept(spec.router)
+        | source.lifts(spec)
         | source.middle(spec)
         | {
             "ONE_LAUNCH": 0,
-            "RANKED": int(source.ranked(spec.router)),
             "PADDED": steps(spec.hidden) * STEP,
             "STEPS": steps(spec.hidden),
             "STEPS_EACH": plan.each,
@@ -109,6 +110,7 @@ def first_values(spec: Spec, plan: Cut, how: Launch, rows: int) -> dict[str, obj
             "TILE_ROWS": 8 if spec.gate else 16,
             "ROUTED_TILES": routed,
             "SHARED_TILES": shared,
+            "SOON_TILES": routed // spec.router.top_k * soon(spec.router.top_k, how),
             "BATCH": how.batch,
             "EXTRA_BATCH": how.extra,
             "EVEN_EXTRA": int(
@@ -117,13 +119,13 @@ def first_values(spec: Spec, plan: Cut, how: Launch, rows: int) -> dict[str, obj
             "STAGES": how.stages,
             "STAGE_BYTES": how.stage,
             "PREFETCH_ROWS": rows,
+            "SCORERS": 1,
         }
     )
 
 
 def second_values(spec: Spec, plan: Cut, how: Launch) -> dict[str, object]:
     """Constants of the second half."""
-    given = given_steps(spec, plan, max(how.batch, how.extra if spec.shared else 0))
     even = plan.down_each * plan.split * STEP == spec.width and plan.down_each % how.batch == 0
     extra_even = bool(spec.shared) and (
         plan.shared_each * plan.shared_split * STEP == spec.shared.width
@@ -131,10 +133,13 @@ def second_values(spec: Spec, plan: Cut, how: Launch) -> dict[str, object]:
     )
     return (
         source.block_values(spec)
+        | source.lifts(spec)
         | source.middle(spec)
         | {
             "ONE_LAUNCH": 0,
             "EAGER": 0,
+            "ARRIVES": 0,
+            "PART_BARRIER": 0,
             "ROUTER_K": spec.router.top_k,
             "SPLIT": plan.split,
             "DOWN_STEPS": plan.down_each,
@@ -143,9 +148,9 @@ def second_values(spec: Spec, plan: Cut, how: Launch) -> dict[str, object]:
             "DOWN_BATCH": how.batch,
             "BLOCK_WARPS": how.warps,
             "EXTRA_DOWN_BATCH": how.extra,
-            "GIVEN_BYTES": given * GIVEN_STEP,
-            "GIVEN_STEPS": given,
-            "GIVEN_WHOLE": int(given_whole(spec, plan)),
+            "GIVEN_BYTES": how.kept * GIVEN_STEP,
+            "GIVEN_STEPS": how.kept,
+            "GIVEN_WHOLE": int(how.whole),
             "DOWN_SETS": how.sets,
             "STAGES": how.stages,
             "STAGE_BYTES": how.stage,
@@ -189,12 +194,27 @@ def whole_block(
     values = second_values(spec, plan, how[1]) | first_values(spec, plan, how[0], 0)
     values |= {
         "ONE_LAUNCH": 1,
-        "EAGER": 1,
+        "EAGER": int(little_given(spec, plan)),
+        "ARRIVES": int(-(-(spec.out // 16) // how[0].blocks) <= 2),
+        "PART_BARRIER": part_barrier(spec, plan, how[0]),
         "GRID_BLOCKS": f"{how[0].blocks}ull",
         "SCRATCH_HEAD": SCRATCH_HEAD,
         "MID_PLACE": place_bytes(spec),
     }
     return header(spec, values, forms, FIRST_FILES, language), source.text("block.body")
+
+
+def part_barrier(spec: Spec, plan: Cut, how: Launch) -> int:
+    """The first of the barriers at which the sets' warps of one part meet; 0 where there are not
+    as many: 16 a block, of which the first half's tiles and the sets have their own."""
+    first = 1 + how.groups
+    return first if how.sets > 1 and first + down_warps(spec, plan) + how.sets <= 16 else 0
+
+
+def soon(top_k: int, how: Launch) -> int:
+    """Slots whose tiles a block takes first: half where sets of warps share the second half,
+    so that the first ones' warps begin while the rest is made (measured); else all in one run."""
+    return top_k // 2 if how.sets > 1 else top_k
 
 
 def header(

@@ -240,11 +240,15 @@ def one_launch_later(
     chosen: Geometry | None = None,
     blocks: int = 3,
     shifted: bool = False,
+    memory: int = MEMORY,
 ) -> Callable[[bool, int, int], Any]:
-    """``one_launch`` as a function (late, schedule, calls); the compiler begins at once, beside."""
+    """``one_launch`` as a function (late, schedule, calls); the compiler begins at once, beside.
+
+    memory: bytes of shared memory that a block may have.
+    """
     check(spec)
     plan = cut(spec)
-    pair = block_launch(spec, plan, chosen or Geometry(), blocks, MEMORY)
+    pair = block_launch(spec, plan, chosen or Geometry(), blocks, memory)
     first, second = static_inputs(spec, tensors, False)
     ones = mx.full((cuda.place_bytes(spec) // 2,), 0xFFFFFFFF, mx.uint32)
     scratch = mx.concatenate([mx.zeros((cuda.SCRATCH_HEAD // 4,), mx.uint32), ones])

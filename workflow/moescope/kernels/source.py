@@ -78,10 +78,33 @@ def projection(name: str, form: Format) -> str:
     )
 
 
-def ranked(router: Router) -> bool:
-    """Whether all threads rank the scores, not one warp in rounds: few scores, in one key each."""
-    key = router.rounded and not router.bias
-    return key and router.select == "top_k" and not router.shared and 32 <= router.experts <= 128
+def kept(router: Router) -> dict[str, int]:
+    """Which of a top-k's values the weights are made of (CUDA), each in shared memory."""
+    scored = router.select == "top_k" and router.weight != "logsigmoid"
+    by_choice = router.bias and router.weigh_choice
+    return {
+        "SCORE_KEPT": int(scored and not by_choice),
+        "CHOICE_KEPT": int(scored and by_choice),
+        "LOGIT_KEPT": int(router.select == "top_k" and router.weight == "logsigmoid"),
+    }
+
+
+def each_chooses(router: Router) -> bool:
+    """Whether every warp chooses for itself (CUDA): four experts a lane at most."""
+    return router.select == "top_k" and router.experts <= 128
+
+
+def router_bytes(router: Router) -> int:
+    """Bytes of shared memory of the router on CUDA, but for what it has chosen."""
+    if router.select == "given":
+        return 0
+    if router.select != "top_k":
+        return 12 * router.logits
+    classes = -(-router.experts // 32)
+    arrays = 4 * router.logits * sum(kept(router).values())
+    if each_chooses(router):
+        return arrays
+    return arrays + 128 * classes + 8 * (classes * router.top_k + 1)
 
 
 def router_values(router: Router, dtype: str) -> dict[str, object]:
@@ -92,6 +115,7 @@ def router_values(router: Router, dtype: str) -> dict[str, object]:
         "ROUTER_LOGITS": max(router.logits, 1),
         "ROUTER_TYPE": TYPES[dtype] if router.rounded else 0,
         "ROUTER_SELECT": SELECTS[router.select],
+        "ROUTER_EACH": int(each_chooses(router)),
         "ROUTER_SCORE": SCORES[router.score],
         "ROUTER_BIAS": int(router.bias),
         "ROUTER_WEIGHED": "choice" if router.bias and router.weigh_choice else "score",
@@ -120,9 +144,25 @@ def block_values(spec: Spec) -> dict[str, object]:
         "ACTIVATION": ACTIVATIONS[spec.activation],
         "LIMIT": number(spec.limit),
         "ALPHA": number(spec.alpha),
+        # Steps at once. With a shared expert's formats the text is long, and has to come too.
+        "UNROLL": 2 if shared else 8,
         "SHARED_WIDTH": shared.width if shared else 0,
         "SHARED_WEIGHT": SHARED_WEIGHTS[shared.weight] if shared else 0,
     }
+
+
+def lift(*forms: Format | None) -> str:
+    """By what the operand of projections in these formats is multiplied (formats.cuh)."""
+    small = any(f is not None and f.mode in ("mxfp4", "nvfp4", "mxfp8") for f in forms)
+    return "LIFTED" if small else "1.f"
+
+
+def lifts(spec: Spec) -> dict[str, object]:
+    """The operands of the first half and of the second (CUDA)."""
+    shared = spec.shared
+    first = (spec.gate, spec.up) + ((shared.gate, shared.up) if shared else ())
+    second = (spec.down,) + ((shared.down,) if shared else ())
+    return {"X_LIFT": lift(*first), "MID_LIFT": lift(*second)}
 
 
 def middle(spec: Spec) -> dict[str, int]:

@@ -36,6 +36,7 @@ inline u32 warp_max(u32 v) { return lanes::fold(v, [](u32 a, u32 b) { return a <
 inline u32 warp_min(u32 v) { return lanes::fold(v, [](u32 a, u32 b) { return a < b ? a : b; }); }
 inline void warp_barrier() { lanes::shuffle(0u, 0); }
 inline void group_barrier(int id, int count) { lanes::meet(lanes::block.named[id], count); }
+inline void group_arrive(int id, int count) { lanes::arrive(lanes::block.named[id], count); }
 inline u32 permute(u32 a, u32 b, u32 selector) {
   const u64 both = (u64)b << 32 | a;
   u32 r = 0;
@@ -48,6 +49,12 @@ inline u32 round_bf16(float v) { return lanes::to_bf16(v); }
 inline u32 multiply_bf16x2(u32 a, u32 b) {
   return round_bf16(as_float(a << 16) * as_float(b << 16)) |
          round_bf16(as_float(a & 0xffff0000u) * as_float(b & 0xffff0000u)) << 16;
+}
+inline void four_e4m3(u32 bytes, float (&to)[4]) {
+  for (int i = 0; i < 4; ++i) {
+    const u32 b = bytes >> (8 * i);
+    to[i] = as_float((b & 0x80u) << 24 | (b & 0x7fu) << 20) * 1.329227995784916e+36f;
+  }
 }
 inline float half_to_float(u32 bits) { return lanes::from_half(bits); }
 inline u32 round_half(float v) { return lanes::to_half(v); }
@@ -67,6 +74,9 @@ inline uint2 load8(const void* p, HERE) { return read<uint2>(p, file, line); }
 inline u32 load4(const void* p, HERE) { return read<u32>(p, file, line); }
 inline u32 load2(const void* p, HERE) { return read<u16>(p, file, line); }
 inline u32 load1(const void* p, HERE) { return read<u8>(p, file, line); }
+inline void read16_if(bool wanted, const void* from, uint4& to, HERE) {
+  if (wanted) to = read<uint4>(from, file, line);
+}
 inline void copy16(void* to, const void* from, bool here, HERE) { lanes::copy(to, from, 16, here, file, line); }
 inline void copy8(void* to, const void* from, bool here, HERE) { lanes::copy(to, from, 8, here, file, line); }
 inline void copy4(void* to, const void* from, bool here, HERE) { lanes::copy(to, from, 4, here, file, line); }

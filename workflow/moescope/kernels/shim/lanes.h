@@ -121,6 +121,13 @@ inline void meet(Meeting& m, int count) {
   while (m.generation == before) yield();
 }
 
+inline void arrive(Meeting& m, int count) {  // and wait for nobody
+  if (++m.arrived == count) {
+    m.arrived = 0;
+    ++m.generation;
+  }
+}
+
 inline int thread() { return block.now->thread; }
 inline int lane() { return thread() % WARP; }
 

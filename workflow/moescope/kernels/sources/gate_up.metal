@@ -2,7 +2,7 @@
   // ROWS rows of gate and up. The order of every sum is fixed by the shape, never by the grid.
   threadgroup float vector[HIDDEN];
   threadgroup float score[ROUTER_E];
-#if ROUTER_SELECT != 2 && !(ROUTER_SCORE == SCORE_SOFTMAX && SOFTMAX_IN_REGISTERS)
+#if ROUTER_SELECT != 2
   threadgroup float logit[ROUTER_LOGITS];
 #endif
 #if ROUTER_BIAS || ROUTER_SELECT == 3

@@ -16,6 +16,7 @@
 constexpr int aligned_to(int bytes) {
   return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : bytes % 2 == 0 ? 2 : 1;
 }
+constexpr int UNROLLED = UNROLL;  // steps of a stage; a macro is not taken where it is used
 constexpr int least(int a, int b) { return a < b ? a : b; }
 // Two-byte elements of what the caller hands over, which may be a view and begin at any of them.
 FN uint4 load16_of_any(const void* p) {
@@ -149,7 +150,7 @@ struct Panel {
   static FN float value(u32 bits) {
     if (P::SCALE == 1) return scale_bf16(bits);
     if (P::SCALE == 2) return half_to_float(bits & 0xffffu);
-    if (P::SCALE == 3) return scale_e8m0(bits & 0xffu);
+    if (P::SCALE == 3) return scale_e8m0(bits << 23);
     return scale_e4m3(bits & 0xffu);
   }
 
@@ -161,8 +162,16 @@ struct Panel {
       out[0] = out[1] = out[2] = out[3] = 1.f;
     } else if (P::GROUP == 16) {
       const u32 w = *(const u32*)(p + u * 8 + pair * 4);
+      if (P::SCALE == 4) {
+        four_e4m3(w, out);
+      } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) out[i] = value(w >> (8 * i));
+        for (int i = 0; i < 4; ++i) out[i] = value(w >> (8 * i));
+      }
+    } else if (P::GROUP == 32 && P::SCALE == 3) {
+      const u32 w = *(const u16*)(p + u * 4 + pair * 2);
+      out[0] = out[1] = scale_e8m0(w << 23);
+      out[2] = out[3] = scale_e8m0(w << 15);
     } else if (P::GROUP == 32) {
       const u32 w = EACH == 2 ? *(const u32*)(p + u * 8 + pair * 4) : *(const u16*)(p + u * 4 + pair * 2);
       out[0] = out[1] = value(w);
@@ -174,6 +183,10 @@ struct Panel {
     }
   }
 };
+
+// What a row's sum is multiplied by in the end, the operand having been multiplied by `lift`.
+template <class P>
+FN constexpr float undo(float lift) { return P::W::UNDO / lift; }
 
 struct Rows {  // where the eight rows of a panel begin: weights, scales, biases
   const u8 *w, *s, *b;
@@ -243,10 +256,6 @@ FN int gives_at(int lane) {
   return ((lane & 3) * PIECES + (lane >> 4)) * 16;
 }
 
-// Where a lane that gives nothing reads zeros: never in the banks of those that read beside it.
-constexpr int ZEROS = 112;
-FN int zeros_at(int lane) { return lane & 8 ? 0 : 96; }
-
 // U steps of a stage that begins at `step`: `count` of them are real. octet(u, i): this lane's piece of the operand, zeros
 // where it gives nothing; sum_of(u, x0, x1): the sums of this lane's two chunks of step u.
 template <class A, class B, int D, int U, class OctetOf, class SumOf>
@@ -256,7 +265,7 @@ FN void rows16(const u8* stage, int step, int count, OctetOf octet, SumOf sum_of
   typedef typename S::PB PB;
   constexpr bool SUMS = A::BIAS || B::BIAS;
   const int lane = lane_id(), q = lane & 3, g = lane >> 2, pair = q & 1;
-#pragma unroll
+#pragma unroll UNROLLED
   for (int u = 0; u < U; ++u) {
     if (u < count) {
       u32 wa[A::W::WORDS], wb[B::W::WORDS];

@@ -22,6 +22,7 @@ FN u32 warp_min(u32 v) { return __reduce_min_sync(0xffffffffu, v); }
 FN void warp_barrier() { __syncwarp(); }
 // Only `count` threads meet here; id 0 is __syncthreads'.
 FN void group_barrier(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
+FN void group_arrive(int id, int count) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory"); }
 FN u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 FN u32 funnel(u32 low, u32 high, u32 shift) { return __funnelshift_r(low, high, shift); }
 FN u32 mask_or(u32 v, u32 mask, u32 bits) {  // (v & mask) | bits in one instruction
@@ -35,6 +36,21 @@ FN u32 multiply_bf16x2(u32 a, u32 b) {  // a b - 0
   return r;
 }
 FN u32 round_bf16(float v) { return __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
+FN void four_e4m3(u32 bytes, float (&to)[4]) {  // 8-bit floats of 4 exponent and 3 mantissa bits
+#if __CUDA_ARCH__ >= 890
+  u32 low, high;
+  asm("{.reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.rn.f16x2.e4m3x2 %0, l;\n cvt.rn.f16x2.e4m3x2 %1, h;}"
+      : "=r"(low), "=r"(high) : "r"(bytes));
+  to[0] = __half2float(__ushort_as_half((u16)low)), to[1] = __half2float(__ushort_as_half((u16)(low >> 16)));
+  to[2] = __half2float(__ushort_as_half((u16)high)), to[3] = __half2float(__ushort_as_half((u16)(high >> 16)));
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 b = bytes >> (8 * i);
+    to[i] = as_float((b & 0x80u) << 24 | (b & 0x7fu) << 20) * 1.329227995784916e+36f;  // 2^120
+  }
+#endif
+}
 FN float half_to_float(u32 bits) { return __half2float(__ushort_as_half((u16)bits)); }
 FN float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
 FN float to_float(__half v) { return __half2float(v); }
@@ -59,6 +75,13 @@ FN void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 FN void wait_copies() {  // all but the latest N groups of this thread are there
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+// Sixteen bytes of shared memory, where they are wanted; else `to` stays as it is. Lanes that read
+// nothing cost shared memory nothing. Volatile: it stays between the barriers about it.
+FN void read16_if(bool wanted, const void* from, uint4& to) {
+  asm volatile("{.reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
+               : "r"(shared_address(from)), "r"(u32(wanted)));
 }
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 FN uint4 load16(const void* p) { return __ldg((const uint4*)p); }

@@ -1,7 +1,6 @@
 // Softmax of one row as this backend's own kernel computes it, so that what rounds to a tie there
 // rounds to a tie here: 16 bytes of values a lane (READS: 8, or 4 in float32), a running maximum,
 // butterflies from 16 down.
-#define SOFTMAX_IN_REGISTERS 1
 template <int N, int READS, class T>
 FN void softmax_registers(const T* in, float (&p)[(N + 32 * READS - 1) / (32 * READS) * READS]) {
   constexpr int BLOCKS = (N + 32 * READS - 1) / (32 * READS);

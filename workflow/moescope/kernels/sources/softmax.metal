@@ -1,5 +1,4 @@
 // Softmax of one row as this backend's own kernel computes it: four values a lane, 128 a simdgroup.
-#define SOFTMAX_IN_REGISTERS 0
 template <int N>
 FN void softmax_row(TG const float* in, TG float* out) {
   constexpr int BLOCKS = (N + 127) / 128;
