@@ -139,8 +139,14 @@ class Checkpoint:
         """Of the kernels that the arm's experts ran; the null arm's are the reference's."""
         terms = self.results.json("trace", f"{self.name}.{arm}", "terms.json", "moescope/terms/1")
         table = self.results.table("trace", f"{self.name}.{arm}", "kernels.csv")
-        claimed = (self.arms[arm].get("experts") or {}).get(self.name)
-        return path.proof(claimed, terms and terms.value, table and table.value)
+        return path.proof(self._claimed(arm), terms and terms.value, table and table.value)
+
+    def _claimed(self, arm: str) -> list[str] | None:
+        return (self.arms[arm].get("experts") or {}).get(self.name)
+
+    def _elsewhere_ms(self, arm: str) -> float:
+        table = self.results.table("trace", f"{self.name}.{arm}", "kernels.csv")
+        return path.elsewhere_ms(self._claimed(arm), table and table.value)
 
     def _null(self) -> of_arms.Pairs | None:
         """The null arm beside the reference; None if either is void."""
@@ -183,6 +189,7 @@ class Checkpoint:
                 usable,
                 bandwidths(self.host, self._trace(name)),
                 fused=bool(arm["patches"]),
+                elsewhere_ms=self._elsewhere_ms(name) if arm["patches"] else 0.0,
             )
         )
         found["bound"] = bound(found["kernels"], found["ceiling"])

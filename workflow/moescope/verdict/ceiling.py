@@ -29,6 +29,7 @@ def ceiling(
     parts: dict[str, Any] | None,
     measured: dict[str, Figure],
     fused: bool = False,
+    elsewhere_ms: float = 0.0,
 ) -> dict[str, Any] | None:
     """Achieved bytes per second of the whole token and of each term that reads weights.
 
@@ -36,7 +37,8 @@ def ceiling(
     parts: terms of its kernel trace or, without one, of its scopes. measured: ``bandwidths``, of
     which the read is the ceiling ("share") and the copy, which writes as much as it reads, a lower
     one ("copy_share"). fused: the block runs in kernels of its own, which read the shared expert's
-    weights along with the others' where it has no kernels of its own.
+    weights along with the others' where it has no kernels of its own; elsewhere_ms: of these
+    kernels, per token, under other terms (verdict.path), added to the experts' time.
     """
     if architecture is None or token_ms is None:
         return None
@@ -45,11 +47,22 @@ def ceiling(
         per_token["expert_gather"] += per_token.get("shared_expert", 0)
     whole = _rate(per_token["total"], token_ms, architecture.file, measured)
     terms = {
-        term: _rate(per_token[term], part["ms"], architecture.file, measured)
+        term: _rate(
+            per_token[term],
+            _later(part["ms"], elsewhere_ms if term == "expert_gather" else 0.0),
+            architecture.file,
+            measured,
+        )
         for term, part in (parts or {}).items()
         if per_token.get(term) and part["ms"]["min"] > 0
     }
     return {"bandwidth": measured.get("read"), "whole": whole, "terms": terms}
+
+
+def _later(ms: Figure, more: float) -> Figure:
+    return (
+        ms | {bound: rounded(ms[bound] + more) for bound in ("value", "min", "max")} if more else ms
+    )
 
 
 def _rate(size: int, ms: Figure, file: str, measured: dict[str, Figure]) -> dict[str, Any]:

@@ -55,6 +55,21 @@ def by_forced(terms: dict[str, Any], table: Rows, claimed: list[str] | None) -> 
     ]
 
 
+def elsewhere_ms(claimed: list[str] | None, table: Rows | None) -> float:
+    """ms per token of claimed products that the trace counts to another term than the experts'.
+
+    table: kernels.csv. Of a fused block in two launches, what depends on the first, down and
+    combine in one, is called the combine, though it reads the experts' weights as the first does.
+    """
+    return sum(
+        float(row["ms_per_token"])
+        for row in table or []
+        if row["term"] != TERM
+        and _matches(row["kernel"].partition("<")[0], claimed or [])
+        and not row["kernel"].startswith(HELPERS)
+    )
+
+
 def proof(
     claimed: list[str] | None, terms: dict[str, Any] | None, table: Rows | None = None
 ) -> dict[str, Any]:
