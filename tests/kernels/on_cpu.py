@@ -8,15 +8,19 @@ from moescope.kernels import reference, samples, shim
 from moescope.kernels.router import route
 
 WIDE = ("affine4g64", "deepseek_v4")
+# Of the studies' blocks those whose kind is of its own, and those that keep more experts than every
+# warp chooses from for itself.
+STUDIED = [name for name in samples.shapes() if not name.startswith("crossover")]
+MANY = ("deepseek-v4-3l", "inkling-affine-2l", "inkling-nvfp4-2l")
 
 
-def small(spec, wide=False):
+def small(spec, wide=False, experts=24):
     """The same kind of block at a shape that a CPU runs lane by lane, with odd remainders.
 
     wide: enough columns that several warps share a row.
     """
-    experts = min(spec.router.experts, 24)
-    group = spec.up.group
+    experts = min(spec.router.experts, experts)
+    group = max(spec.up.group, spec.shared.up.group if spec.shared else 0)
     hidden, width = (160, 96) if group <= 32 else (192, 192) if group == 64 else (256, 128)
     hidden = 1088 if wide else hidden
     router = dataclasses.replace(
@@ -34,19 +38,23 @@ def small(spec, wide=False):
 def block(language, name):
     """Against the reference with the kernel's own choice: what differs is at most a rounding."""
     mx.random.seed(3)
-    spec, arrays = samples.cases()[name]
-    spec = small(spec, language == "cuda" and name in WIDE)
+    spec, arrays = (samples.cases() | samples.shapes())[name]
+    spec = small(spec, language == "cuda" and name in WIDE, 140 if name in MANY else 24)
     arrays = {k: v[: spec.router.experts] if v.size > 1 else v for k, v in arrays.items()}
+    if spec.router.select == "table":
+        arrays |= samples.small_of(spec.router)
     tensors = samples.tensors_of(spec, arrays)
     x, dynamic = samples.inputs_of(spec)
     once = shim.one_launch_later(spec, tensors, x, *dynamic) if language == "cuda" else None
     result = shim.block(language, spec, tensors, x, *dynamic)
-    chosen, weights = route(spec.router, dynamic[0], arrays)
+    token = dynamic[1] if spec.router.select == "table" else None
+    chosen, weights = route(spec.router, dynamic[0], arrays, token)
     assert sorted(result["chosen"].tolist()) == sorted(chosen.tolist())
     own = result["weights"]
     if spec.shared and spec.shared.weight == "router":
         own = mx.concatenate([own, weights[-spec.router.shared :].astype(mx.float32)])
-    given = {"shared_logit": dynamic[1]} if len(dynamic) > 1 else {}
+    gated = spec.shared and spec.shared.weight == "gate"
+    given = {"shared_logit": dynamic[-1]} if gated else {}
     exact = reference.block(spec, tensors, x, picks=(result["chosen"], own), **given)
     found = samples.distance(result["y"], exact)
     assert found["finite"]

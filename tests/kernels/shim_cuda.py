@@ -9,7 +9,10 @@ from moescope.kernels import layout, reference, samples, shim
 from moescope.kernels.layout import Geometry
 
 SMALL_FLOATS = ("mxfp4", "nvfp4", "mxfp8")
-CASES = {"check_block": list(samples.cases()), "check_large_and_small_activations": SMALL_FLOATS}
+CASES = {
+    "check_block": [*samples.cases(), *on_cpu.STUDIED],
+    "check_large_and_small_activations": SMALL_FLOATS,
+}
 
 
 def check_block(name):

@@ -90,6 +90,7 @@ def prelude() -> str:
 def first_values(spec: Spec, plan: Cut, how: Launch, rows: int) -> dict[str, object]:
     """Constants of the first half. rows: of each expert's down projection, to fetch into L2."""
     routed, shared = tiles(spec)
+    groups = how.groups or how.warps // plan.warps
     values = source.router_values(spec.router, spec.dtype) | source.block_values(spec)
     return (
         values
@@ -106,7 +107,7 @@ def first_values(spec: Spec, plan: Cut, how: Launch, rows: int) -> dict[str, obj
             ),
             "BLOCK_WARPS": how.warps,
             "WARPS": plan.warps,
-            "TILES": how.groups or how.warps // plan.warps,
+            "TILES": groups,
             "TILE_ROWS": 8 if spec.gate else 16,
             "ROUTED_TILES": routed,
             "SHARED_TILES": shared,
@@ -119,7 +120,8 @@ def first_values(spec: Spec, plan: Cut, how: Launch, rows: int) -> dict[str, obj
             "STAGES": how.stages,
             "STAGE_BYTES": how.stage,
             "PREFETCH_ROWS": rows,
-            "SCORERS": 1,
+            # Where nearly all groups of warps have a shared tile to begin with (measured).
+            "CHOOSERS_LAST": int(shared >= 0.75 * how.blocks * groups),
         }
     )
 
