@@ -5,7 +5,7 @@ import dataclasses
 import mlx.core as mx
 
 from kernels import on_cpu
-from moescope.kernels import layout, reference, samples, shim
+from moescope.kernels import cuda, layout, reference, samples, shim
 from moescope.kernels.layout import Geometry
 
 SMALL_FLOATS = ("mxfp4", "nvfp4", "mxfp8")
@@ -60,6 +60,41 @@ def check_more_blocks_than_rows():
         assert mx.array_equal(once, two["y"]).item()
 
 
+def check_runs_shorter_than_the_blocks():
+    """Every tile is somebody's, and nobody's twice, where some blocks have none of a run."""
+    mx.random.seed(7)
+    spec = on_cpu.small(samples.block(samples.FORMATS["affine4g32"], shared=samples.Shared(
+        128, samples.FORMATS["affine4g32"], samples.FORMATS["affine4g32"],
+        samples.FORMATS["affine4g32"])))  # fmt: skip
+    spec = dataclasses.replace(spec, hidden=64, out=64, width=32)
+    spec = dataclasses.replace(spec, router=dataclasses.replace(spec.router, top_k=1))
+    assert layout.tiles(spec) == (4, 16)
+    tensors = samples.tensors_of(spec)
+    x, dynamic = samples.inputs_of(spec)
+    result = shim.block("cuda", spec, tensors, x, *dynamic, blocks=13)
+    exact = reference.block(spec, tensors, x, picks=(result["chosen"], result["weights"]))
+    assert samples.distance(result["y"], exact)["nrms"] <= 5e-4
+    once = shim.one_launch(spec, tensors, x, *dynamic, blocks=13, schedule=4)
+    assert mx.array_equal(once, result["y"]).item()
+
+
+def check_runs_of_tiles():
+    """Where runs are dealt together, no block's share of more is less than of fewer."""
+    together = 0
+    for blocks in (1, 5, 13, 84, 132):
+        for shared in (0, 1, 2, 16, 80, 232, 512):
+            for soon in (1, 4, 64, 132, 348, 1536):
+                for late in (0, 1, 60, 132, 720):
+                    if not cuda.joint_runs(shared, soon, late, blocks):
+                        continue
+                    together += 1
+                    ends = (shared, shared + soon, shared + soon + late)
+                    for b in range(blocks):
+                        mine = [t * (b + 1) // blocks - t * b // blocks for t in ends]
+                        assert mine == sorted(mine), (blocks, ends, b)
+    assert together > 100
+
+
 def check_large_and_small_activations(name):
     """Small floats' operands are lifted by 2^80, a shared expert's in another format with them: far
     from one, the results are as near as ever."""
@@ -91,6 +126,9 @@ def check_operand_whole_or_by_stages():
     plan, blocks, seen = layout.cut(spec), 4, {}
     little, most = layout.LITTLE_GIVEN, layout.SETS_MOST
     two = shim.block("cuda", spec, tensors, x, *dynamic)
+    staged = _too_little_for_a_half(spec, plan, blocks)
+    again = shim.block("cuda", spec, tensors, x, *dynamic, memory=staged)
+    assert mx.array_equal(again["y"], two["y"]).item()
     try:
         for layout.LITTLE_GIVEN in (0, little):
             for layout.SETS_MOST in (1, 2):
@@ -108,6 +146,14 @@ def check_operand_whole_or_by_stages():
     assert {how[2] for how in seen if how[0]} == {True, False}, seen.keys()
     for how, y in seen.items():
         assert mx.array_equal(y, two["y"]).item(), how
+
+
+def _too_little_for_a_half(spec, plan, blocks):
+    for memory in range(shim.MEMORY, 0, -512):
+        half = layout.down_launch(spec, plan, Geometry(prefetch=0), blocks, memory)
+        if half and not half.whole:
+            return memory
+    raise AssertionError("all of the operand always fits")
 
 
 def _too_little_for_all(spec, plan, blocks):

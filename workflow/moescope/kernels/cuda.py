@@ -91,6 +91,7 @@ def first_values(spec: Spec, plan: Cut, how: Launch, rows: int) -> dict[str, obj
     """Constants of the first half. rows: of each expert's down projection, to fetch into L2."""
     routed, shared = tiles(spec)
     groups = how.groups or how.warps // plan.warps
+    early = routed // spec.router.top_k * soon(spec.router.top_k, how)
     values = source.router_values(spec.router, spec.dtype) | source.block_values(spec)
     return (
         values
@@ -111,7 +112,8 @@ def first_values(spec: Spec, plan: Cut, how: Launch, rows: int) -> dict[str, obj
             "TILE_ROWS": 8 if spec.gate else 16,
             "ROUTED_TILES": routed,
             "SHARED_TILES": shared,
-            "SOON_TILES": routed // spec.router.top_k * soon(spec.router.top_k, how),
+            "SOON_TILES": early,
+            "JOINT_RUNS": int(joint_runs(shared, early, routed - early, how.blocks)),
             "BATCH": how.batch,
             "EXTRA_BATCH": how.extra,
             "EVEN_EXTRA": int(
@@ -211,6 +213,12 @@ def part_barrier(spec: Spec, plan: Cut, how: Launch) -> int:
     as many: 16 a block, of which the first half's tiles and the sets have their own."""
     first = 1 + how.groups
     return first if how.sets > 1 and first + down_warps(spec, plan) + how.sets <= 16 else 0
+
+
+def joint_runs(shared: int, soon: int, late: int, blocks: int) -> bool:
+    """Whether a block's runs of these tiles may be dealt together: then what it has of the first
+    two is never less than of the first, nor of all less than of the first two."""
+    return (not shared or soon >= blocks) and (not late or late >= blocks)
 
 
 def soon(top_k: int, how: Launch) -> int:

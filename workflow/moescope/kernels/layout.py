@@ -335,13 +335,11 @@ def block_launch(
             if warps > 32:
                 continue
             sets = min(SETS_MOST, rows, warps // second)
-            needed = -(-plan.each // unit) * -(-each // count)
-            needed += -(-plan.down_each // down_unit) * -(-rows // sets)
             for given, kept, whole in given_choices(spec, plan, max(down_unit, down_extra), sets):
                 fixed = first_static(spec, warps) + 128 * second * sets + given
                 room = (memory - fixed) // (warps * stage)
-                stages = _stages(room, chosen.stages or 2, needed)
-                if stages:
+                stages = min(room, chosen.stages or 2)
+                if stages >= 2:
                     rest = (stages, stage, count, sets, given, kept, whole)
                     return (
                         Launch(blocks, warps, unit, extra, *rest),

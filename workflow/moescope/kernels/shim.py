@@ -157,11 +157,13 @@ def block(
     late: bool = False,
     schedule: int = 0,
     shifted: bool = False,
+    memory: int = MEMORY,
 ) -> dict[str, Any]:
     """Both halves of a block on the CPU: {"y" [out], "chosen", "weights", "middle": bytes}.
 
     dynamic: the inputs that ``dynamic_names`` lists; blocks: on CUDA; whole: the second half too;
-    late, schedule: see ``call``; shifted: the dynamic inputs are.
+    late, schedule: see ``call``; shifted: the dynamic inputs are; memory: bytes of shared
+    memory that a block of the second half may have (CUDA).
     """
     check(spec)
     chosen = chosen or Geometry(prefetch=0)
@@ -173,7 +175,7 @@ def block(
         plan = cut(spec)
         rows = cuda.prefetch_rows(spec, chosen) if prefetch else 0
         one = first_launch(spec, plan, chosen, blocks, MEMORY)
-        two = down_launch(spec, plan, chosen, blocks, MEMORY)
+        two = down_launch(spec, plan, chosen, blocks, memory)
         halves = (
             cuda.first_half(spec, plan, one, rows, cuda.MATH),
             cuda.second_half(spec, plan, two, cuda.MATH),

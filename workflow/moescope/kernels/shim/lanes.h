@@ -183,7 +183,7 @@ inline void run_block(int index, int blocks, int threads, void (*body)()) {
     left = 0;
     dice = dice * 1664525u + 1013904223u;
     const int first = block.schedule ? int(dice >> 8) % threads : 0;
-    if (block.schedule && pass % 48 == 0) held = int(dice >> 16) % (threads / WARP);
+    if (block.schedule && threads > WARP && pass % 48 == 0) held = int(dice >> 16) % (threads / WARP);
     for (int i = 0; i < threads; ++i) {
       Fiber& f = block.fibers[(first + i) % threads];
       if (f.done) continue;
