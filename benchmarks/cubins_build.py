@@ -5,9 +5,9 @@
 Arm's interpreter and nvcc, no GPU. Into FOLDER: cubins, cubins_run.py and manifest.json. There
 ``python3 FOLDER/cubins_run.py`` needs only the driver: seconds for dozens of variants, where a
 process with MLX compiles for minutes. A variant is a geometry (see moescope.kernels.layout), and
-may hold ``launches=2``, ``down=N`` (warps of the second half) or ``OLD->NEW`` (a replacement in the
-kernels' text, to try something). Checks against the float32 reference run first, small shapes of
-all kinds.
+may hold ``launches=2``, ``down=N`` (warps of the second half), ``timeline`` (of the last launch,
+where its time went; one launch a block) or ``OLD->NEW`` (a replacement in the kernels' text, to try
+something). Checks against the float32 reference run first, small shapes of all kinds.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import timeline
 
 from moescope.kernels import cuda, layout, reference, samples, source
 from moescope.kernels.common import dynamic_names, static_inputs
@@ -109,9 +110,11 @@ class Builder:
     def block(self, spec: Spec, tensors: Any, dynamic: list, variant: str) -> dict[str, Any]:
         """Both kernels of a block: names of their inputs, launches, cubins."""
         items = [item for item in variant.split(",") if item]
+        timed = "timeline" in items
         edits = [tuple(item.split("->", 1)) for item in items if "->" in item]
         warps = [int(item[5:]) for item in items if item.startswith("down=")]
-        kept = [i for i in items if "->" not in i and not i.startswith(("down=", "launches="))]
+        words = ("down=", "launches=", "timeline")
+        kept = [i for i in items if "->" not in i and not i.startswith(words)]
         chosen = layout.geometry(",".join(kept))
         layout.DOWN_WARPS, before = (warps or [layout.DOWN_WARPS])[0], layout.DOWN_WARPS
         plan = layout.cut(spec)
@@ -134,6 +137,8 @@ class Builder:
             first = dict(zip(dynamic_names(spec), dynamic, strict=True)) | first
             scratch = {"scratch": mx.zeros((1,), mx.uint32)}
             text = cuda.whole_block(spec, plan, pair)
+            if timed:
+                text = text[0], timeline.stamped(text[1])
             texts = ((text, first | scratch | second, pair[0], f"out {kind}"),)
         halves = []
         for text, inputs, how, output in texts:
@@ -148,6 +153,7 @@ class Builder:
                     "shared": how.ring_bytes,
                     "stages": how.stages,
                     "steps": how.batch,
+                    "points": timeline.NAMES if timed else (),
                 }
             )
         return {"halves": halves, "arrays": first | second}
@@ -243,7 +249,8 @@ def main() -> None:
     builder.texts["fill"] = fill
     builder.compile()
     (args.folder / "manifest.json").write_text(json.dumps(manifest))
-    shutil.copy(Path(__file__).parent / "cubins_run.py", args.folder)
+    for name in ("cubins_run.py", "timeline.py"):
+        shutil.copy(Path(__file__).parent / name, args.folder)
     size = sum(f.stat().st_size for f in args.folder.iterdir())
     print(f"{args.folder}: {len(builder.texts)} kernels, {size / 1e6:.1f} MB")
 

@@ -4,7 +4,8 @@
 
 Times are of chains over layers with other experts each time, so that weights come from memory, as
 one CUDA graph; µs per launch from start to start, launch gaps included. "share": what the bytes
-would take at this session's copy rate, over the time of both halves.
+would take at this session's copy rate, over the time of both halves. "timeline": clocks of the
+multiprocessor, minimum, tenths 1, 5 and 9, maximum over the warps of the last launch.
 """
 
 import base64
@@ -15,6 +16,8 @@ import statistics
 import struct
 import sys
 from pathlib import Path
+
+import timeline
 
 HERE = Path(__file__).parent
 ROUNDS = 8
@@ -168,6 +171,29 @@ def run_check(gpu, case):
     print(f"{case['name']}: nrms {error:.1e}, {differ:.2%} differ, {same}, {experts}", flush=True)
 
 
+def spread(values):
+    """Minimum, tenths 1, 5 and 9, maximum."""
+    values = sorted(values)
+    return " ".join(str(values[(len(values) - 1) * tenth // 10]) for tenth in (0, 1, 5, 9, 10))
+
+
+def print_timeline(gpu, scratch, half):
+    """The points that the warps of the last launch have noted; what they have not passed is 0."""
+    warps, size = half["threads"] // 32, timeline.LONGS * 4
+    data = gpu.download(scratch + timeline.BYTES_AT, half["blocks"] * 32 * size)
+    rows = [
+        struct.unpack_from(f"<{timeline.LONGS}I", data, (block * 32 + warp) * size)
+        for block in range(half["blocks"])
+        for warp in range(warps)
+    ]
+    first = min(row[-2] for row in rows)
+    print(f"  enter, ns: {spread([row[-2] - first for row in rows])}")
+    print(f"  leave, ns: {spread([row[-1] - first for row in rows])}")
+    for number, name in enumerate(half["points"]):
+        if passed := [row[number] for row in rows if row[number]]:
+            print(f"  {name}, clocks: {spread(passed)} ({len(passed)} warps)")
+
+
 def run_shape(gpu, shape, rate):
     """Every variant of one shape."""
     layers = shape["layers"]
@@ -191,8 +217,11 @@ def run_shape(gpu, shape, rate):
                 gpu.half(half, buffers, target)
 
     for variant in shape["variants"]:
-        many["scratch"] = [gpu.upload(b"\0" * 512 + b"\xff" * 2 * (shape["middle"] + 128))]
+        places = b"\0" * 512 + b"\xff" * 2 * (shape["middle"] + 128)
         halves = variant["halves"]
+        if halves[0]["points"]:
+            places = places.ljust(timeline.BYTES_AT + (1 << 20), b"\0")
+        many["scratch"] = [gpu.upload(places)]
         pair = list(zip(halves, [many["middle"][0], out][-len(halves) :], strict=True))
         parts = [("both", pair)]
         parts += [("first", pair[:1]), ("second", pair[1:])] if pair[1:] else []
@@ -211,6 +240,8 @@ def run_shape(gpu, shape, rate):
             f"share {floor / statistics.median(both):.3f}",
             flush=True,
         )
+        if variant["halves"][0]["points"]:
+            print_timeline(gpu, many["scratch"][0], variant["halves"][0])
     for given in many.values():
         for pointer in given:
             gpu.free(pointer)

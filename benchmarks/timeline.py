@@ -1,0 +1,50 @@
+"""Where a launch's time goes: the multiprocessor's clock at points of a one-launch block's text."""
+
+# Name, the line that it stands before (or after: "+"), and when.
+POINTS = (
+    ("loads sent", "+const uint4 early_octet = octet_at(early);", ""),
+    ("chosen", "#pragma unroll 1\nfor (; sent_for < STAGES - 1; ++sent_for) fetch(sent_for);", ""),
+    ("operand", "u8* const mid = (u8*)scratch + SCRATCH_HEAD + which * MID_PLACE;", ""),
+    ("first stage", "fetch(at + STAGES - 1);\nconst u8* const stage = ring", "if (at == 0) "),
+    ("multiplied", "if (WARPS == 1) warp_barrier();\nelse group_barrier(1 + group", "if (n == 0) "),
+    ("first half", "const int down_pair = lane & 1;", ""),
+    ("words there", "const bool down_live = gives<2>(lane);", ""),
+    ("second half's stage", "FETCH(at + STAGES - 1);", "if (at == 0) "),
+)
+NAMES = (*(name for name, _, _ in POINTS), "end")
+BYTES_AT, LONGS = 1 << 20, 16  # in the scratch; a warp's numbers, of which two are its times
+
+_BEGIN = "const int group = warp / WARPS, part_of = warp % WARPS;"
+_CLOCK = 'asm volatile("mov.u32 %%0, %%%s;" : "=r"(%s) :: "memory");'
+
+
+def stamped(body: str) -> str:
+    """A block's body that notes the points (those that a warp does not pass stay 0).
+
+    Raises SystemExit where the text no longer has a point's line.
+    """
+    begin = (
+        f"u32 stamps[{len(NAMES)}] = {{}}, began, entered, left;\n"
+        f"{_CLOCK % ('globaltimer_lo', 'entered')}\n{_CLOCK % ('clock', 'began')}\n"
+        f"#define STAMP(i) {{ u32 now; {_CLOCK % ('clock', 'now')} stamps[i] = now - began; }}\n"
+    )
+    edits = [(_BEGIN, begin + _BEGIN)]
+    for number, (_name, line, when) in enumerate(POINTS):
+        stamp, after = f"{when}STAMP({number})", line.startswith("+")
+        line = line.removeprefix("+")
+        edits.append((line, f"{line}\n{stamp}" if after else f"{stamp}\n{line}"))
+    for old, new in edits:
+        if old not in body:
+            raise SystemExit(f"the kernels' text has no {old!r} to note the time at")
+        body = body.replace(old, new)
+    end = (
+        f"STAMP({len(POINTS)})",
+        _CLOCK % ("globaltimer_lo", "left"),
+        "if (lane == 0) {",
+        f"u32* to = (u32*)scratch + {BYTES_AT // 4} + (blockIdx.x * 32 + warp) * {LONGS};",
+        f"for (int i = 0; i < {len(NAMES)}; ++i) to[i] = stamps[i];",
+        f"to[{LONGS - 2}] = entered;",
+        f"to[{LONGS - 1}] = left;",
+        "}",
+    )
+    return "\n".join([body, *end, ""])
