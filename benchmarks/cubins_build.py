@@ -113,8 +113,10 @@ class Builder:
         timed = "timeline" in items
         edits = [tuple(item.split("->", 1)) for item in items if "->" in item]
         warps = [int(item[5:]) for item in items if item.startswith("down=")]
-        words = ("down=", "launches=", "timeline")
-        kept = [i for i in items if "->" not in i and not i.startswith(words)]
+        if timed and "launches=2" in items:
+            raise SystemExit(f"variant {variant}: a timeline is of one launch a block")
+        words = ("down=", "launches=")
+        kept = [i for i in items if "->" not in i and i != "timeline" and not i.startswith(words)]
         chosen = layout.geometry(",".join(kept))
         layout.DOWN_WARPS, before = (warps or [layout.DOWN_WARPS])[0], layout.DOWN_WARPS
         plan = layout.cut(spec)

@@ -219,7 +219,8 @@ def run_shape(gpu, shape, rate):
     for variant in shape["variants"]:
         places = b"\0" * 512 + b"\xff" * 2 * (shape["middle"] + 128)
         halves = variant["halves"]
-        if halves[0]["points"]:
+        timed = halves[0] if halves[0]["points"] else None
+        if timed:
             places = places.ljust(timeline.BYTES_AT + (1 << 20), b"\0")
         many["scratch"] = [gpu.upload(places)]
         pair = list(zip(halves, [many["middle"][0], out][-len(halves) :], strict=True))
@@ -240,8 +241,8 @@ def run_shape(gpu, shape, rate):
             f"share {floor / statistics.median(both):.3f}",
             flush=True,
         )
-        if variant["halves"][0]["points"]:
-            print_timeline(gpu, many["scratch"][0], variant["halves"][0])
+        if timed:
+            print_timeline(gpu, many["scratch"][0], timed)
     for given in many.values():
         for pointer in given:
             gpu.free(pointer)
