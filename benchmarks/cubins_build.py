@@ -6,8 +6,9 @@ Arm's interpreter and nvcc, no GPU. Into FOLDER: cubins, cubins_run.py and manif
 ``python3 FOLDER/cubins_run.py`` needs only the driver: seconds for dozens of variants, where a
 process with MLX compiles for minutes. A variant is a geometry (see moescope.kernels.layout), and
 may hold ``launches=2``, ``down=N`` (warps of the second half), ``timeline`` (of the last launch,
-where its time went; one launch a block) or ``OLD->NEW`` (a replacement in the kernels' text, to try
-something). Checks against the float32 reference run first, small shapes of all kinds.
+where its time went; one launch a block), ``resident=WHEN`` (see resident.py; left out on shapes
+that it is not written for) or ``OLD->NEW`` (a replacement in the kernels' text, to try something).
+Checks against the float32 reference run first, small shapes of all kinds.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import resident
 import timeline
 
 from moescope.kernels import cuda, layout, reference, samples, source
@@ -107,15 +109,24 @@ class Builder:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(one, self.texts))
 
+    def resides(self, spec: Spec) -> bool:
+        """Whether the resident variant is written for this block."""
+        plan = layout.cut(spec)
+        pair = layout.block_launch(spec, plan, layout.Geometry(), *H200.values())
+        return resident.fits(spec, plan, pair[0])
+
     def block(self, spec: Spec, tensors: Any, dynamic: list, variant: str) -> dict[str, Any]:
         """Both kernels of a block: names of their inputs, launches, cubins."""
         items = [item for item in variant.split(",") if item]
         timed = "timeline" in items
         edits = [tuple(item.split("->", 1)) for item in items if "->" in item]
         warps = [int(item[5:]) for item in items if item.startswith("down=")]
-        if timed and "launches=2" in items:
-            raise SystemExit(f"variant {variant}: a timeline is of one launch a block")
-        words = ("down=", "launches=")
+        stays = [item[9:] for item in items if item.startswith("resident=")]
+        if (timed or stays) and "launches=2" in items:
+            raise SystemExit(f"variant {variant}: a timeline or resident is of one launch a block")
+        if set(stays) - set(resident.WHEN):
+            raise SystemExit(f"variant {variant}: resident is one of {', '.join(resident.WHEN)}")
+        words = ("down=", "launches=", "resident=")
         kept = [i for i in items if "->" not in i and i != "timeline" and not i.startswith(words)]
         chosen = layout.geometry(",".join(kept))
         layout.DOWN_WARPS, before = (warps or [layout.DOWN_WARPS])[0], layout.DOWN_WARPS
@@ -139,8 +150,10 @@ class Builder:
             first = dict(zip(dynamic_names(spec), dynamic, strict=True)) | first
             scratch = {"scratch": mx.zeros((1,), mx.uint32)}
             text = cuda.whole_block(spec, plan, pair)
+            if stays:
+                *text, shared = resident.block(spec, plan, pair[0], text, stays[0])
             if timed:
-                text = text[0], timeline.stamped(text[1])
+                text = text[0], timeline.stamped(text[1], resident.POINTS if stays else None)
             texts = ((text, first | scratch | second, pair[0], f"out {kind}"),)
         halves = []
         for text, inputs, how, output in texts:
@@ -152,7 +165,7 @@ class Builder:
                     "inputs": list(inputs),
                     "blocks": how.blocks,
                     "threads": how.warps * 32,
-                    "shared": how.ring_bytes,
+                    "shared": shared if stays else how.ring_bytes,
                     "stages": how.stages,
                     "steps": how.batch,
                     "points": timeline.NAMES if timed else (),
@@ -229,6 +242,8 @@ def main() -> None:
         x, dynamic = samples.inputs_of(spec)
         rows = []
         for variant in args.variants:
+            if "resident=" in variant and not builder.resides(spec):
+                continue
             made = builder.block(spec, tensors, [x, *dynamic], variant)
             sizes = {k: v.nbytes for k, v in made.pop("arrays").items()}
             rows.append(made | {"variant": variant})

@@ -4,7 +4,8 @@
 
 Times are of chains over layers with other experts each time, so that weights come from memory, as
 one CUDA graph; µs per launch from start to start, launch gaps included. "share": what the bytes
-would take at this session's copy rate, over the time of both halves. "timeline": clocks of the
+would take at this session's copy rate, over the time of both halves. Of a shape's variants, whether
+one launch gives the first one's bits. "timeline": clocks of the
 multiprocessor, minimum, tenths 1, 5 and 9, maximum over the warps of the last launch.
 """
 
@@ -216,6 +217,7 @@ def run_shape(gpu, shape, rate):
             for half, target in halves:
                 gpu.half(half, buffers, target)
 
+    first_bits = None
     for variant in shape["variants"]:
         places = b"\0" * 512 + b"\xff" * 2 * (shape["middle"] + 128)
         halves = variant["halves"]
@@ -230,6 +232,11 @@ def run_shape(gpu, shape, rate):
         for name, halves in parts:
             work = gpu.graph(lambda halves=halves: chain(halves))
             found[name] = [t * 1e3 / (layers * ROUNDS) for t in gpu.times(work, 5)]
+        for half, target in pair:
+            gpu.half(half, {name: given[0] for name, given in many.items()}, target)
+        gpu.wait()
+        bits = gpu.download(out, shape["out"])
+        first_bits = first_bits or bits
         both = found["both"]
         text = " ".join(f"{n} {statistics.median(t):.2f}" for n, t in found.items())
         how = [
@@ -238,7 +245,8 @@ def run_shape(gpu, shape, rate):
         print(
             f"{shape['name']} [{variant['variant']}] ({'; '.join(how)}): {text} µs "
             f"({min(both):.2f} to {max(both):.2f}), floor {floor:.2f}, "
-            f"share {floor / statistics.median(both):.3f}",
+            f"share {floor / statistics.median(both):.3f}, "
+            f"{'the same bits' if bits == first_bits else 'OTHER BITS'}",
             flush=True,
         )
         if timed:

@@ -18,10 +18,11 @@ _BEGIN = "const int group = warp / WARPS, part_of = warp % WARPS;"
 _CLOCK = 'asm volatile("mov.u32 %%0, %%%s;" : "=r"(%s) :: "memory");'
 
 
-def stamped(body: str) -> str:
+def stamped(body: str, other: dict[str, tuple[str, str]] | None = None) -> str:
     """A block's body that notes the points (those that a warp does not pass stay 0).
 
-    Raises SystemExit where the text no longer has a point's line.
+    other: points that stand elsewhere in this text, as name -> (line, when). Raises SystemExit
+    where the text no longer has a point's line.
     """
     begin = (
         f"u32 stamps[{len(NAMES)}] = {{}}, began, entered, left;\n"
@@ -29,7 +30,8 @@ def stamped(body: str) -> str:
         f"#define STAMP(i) {{ u32 now; {_CLOCK % ('clock', 'now')} stamps[i] = now - began; }}\n"
     )
     edits = [(_BEGIN, begin + _BEGIN)]
-    for number, (_name, line, when) in enumerate(POINTS):
+    for number, (name, line, when) in enumerate(POINTS):
+        line, when = (other or {}).get(name, (line, when))
         stamp, after = f"{when}STAMP({number})", line.startswith("+")
         line = line.removeprefix("+")
         edits.append((line, f"{line}\n{stamp}" if after else f"{stamp}\n{line}"))
