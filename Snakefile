@@ -17,8 +17,9 @@ include: "rules/common.smk"
 
 PLAN = read_plan()
 
-# One GPU job at a time, whatever the profile or the command line says.
-workflow.register_resource("gpu", 1)
+# Jobs that take times have the GPU alone; the others may share it.
+GPU = gpu_jobs()
+workflow.register_resource("gpu", GPU)
 
 
 wildcard_constraints:

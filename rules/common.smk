@@ -29,6 +29,12 @@ def read_plan():
     return plan
 
 
+def gpu_jobs():
+    """How many GPU jobs may run at once: one, or what `--resources gpu=N` says."""
+    given = workflow.global_resources.get("gpu")
+    return int(given and given.value or 1)
+
+
 def result(stage):
     """The files of a stage's result."""
     base = "results/" + ("records" if stage == "record" else stage)

@@ -8,6 +8,6 @@ rule measure:
         "logs/measure/{subject}.{key}.log",
     priority: 10
     resources:
-        gpu=1,
+        gpu=GPU,
     shell:
         stage_command("measure")

@@ -7,6 +7,6 @@ rule trace:
     log:
         "logs/trace/{subject}.{key}.log",
     resources:
-        gpu=1,
+        gpu=GPU,
     shell:
         stage_command("trace")

@@ -270,6 +270,21 @@ def test_snakemake_lists_exactly_the_stale_jobs(clone):
     assert found == stale(config, clone) != set()
 
 
+@pytest.mark.parametrize(("given", "whole"), [((), 1), (("gpu=3",), 3), (("gpu=0",), 1)])
+def test_what_takes_times_has_the_gpu_alone(clone, given, whole):
+    """Warm-up and parity may share it, by the command line."""
+    more = ("--resources", *given) if given else ()
+    result = dry_run(clone, "--config", "study={'session': 2}", "shape={'prompt': 48}", *more)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found, rule = {}, None
+    for line in (result.stdout + result.stderr).splitlines():
+        if line.startswith("rule "):
+            rule = line.split()[1].rstrip(":")
+        elif "gpu=" in line and line.strip().startswith("resources:"):
+            found.setdefault(rule, set()).add(int(line.split("gpu=")[1].split(",")[0]))
+    assert found == {"warmup": {1}, "parity": {1}, "measure": {whole}, "trace": {whole}}
+
+
 def test_a_bad_study_ends_before_any_job(clone):
     result = dry_run(clone, "--config", "rounds={'count': 1}")
     assert result.returncode != 0
