@@ -145,7 +145,8 @@ class Builder:
                 (cuda.second_half(spec, plan, two), middle | second, two, f"out {kind}"),
             )
         else:
-            pair = layout.block_launch(spec, plan, chosen, *H200.values())
+            memory = 1 << 20 if stays else H200["shared_memory"]  # resident has no rings
+            pair = layout.block_launch(spec, plan, chosen, H200["cores"], memory)
             first, second = static_inputs(spec, tensors, False)
             first = dict(zip(dynamic_names(spec), dynamic, strict=True)) | first
             scratch = {"scratch": mx.zeros((1,), mx.uint32)}

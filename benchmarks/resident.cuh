@@ -84,11 +84,11 @@ FN void rows_as_they_lie(const u8* near, const u8* far, OctetOf octet, SumOf sum
   }
 }
 //: BEGIN
-alignas(16) __shared__ u64 arrived[TILES * TURNS + ROUTER_K];
-u8* const downs_at = rings + TILES * TURNS * TILE_PLACE;
+alignas(16) __shared__ u64 arrived[PLACES + ROUTER_K];
+u8* const downs_at = rings + PLACES * TILE_PLACE;
 u8* const scales_at = downs_at + ROUTER_K * DOWN_PLACE + warp * (TURNS * SCALES_PLACE);
 u8* const down_scales_at = downs_at + ROUTER_K * DOWN_PLACE + BLOCK_WARPS * (TURNS * SCALES_PLACE) + warp * DOWN_SCALES_PLACE;
-if (tid < TILES * TURNS + ROUTER_K) arrivals(arrived + tid, tid < TILES * TURNS ? 2u : 1u);
+if (tid < PLACES + ROUTER_K) arrivals(arrived + tid, tid < PLACES ? 2u : 1u);
 //: SEND
 // Each warp asks for its own scales; gate's and up's weights of a tile are two orders, of two warps.
 #pragma unroll
@@ -99,9 +99,9 @@ for (int n = 0; n < TURNS; ++n) {
     const u8* const from = (const u8*)(kind & 2 ? kind & 1 ? up_b : up_s : kind & 1 ? gate_b : gate_s);
     copy16(scales_at + n * SCALES_PLACE + lane * 16, from + (row + (lane & 7)) * (HIDDEN / 32) + part_of * 16, true);
     if (lane == 0 && part_of < 2) {
-      u64* const count = arrived + group * TURNS + n;
+      u64* const count = arrived + group + n * TILES;
       expect(count, EIGHT_ROWS);
-      order(rings + (group * TURNS + n) * TILE_PLACE + part_of * (EIGHT_ROWS + 64),
+      order(rings + (group + n * TILES) * TILE_PLACE + part_of * (EIGHT_ROWS + 64),
             (const u8*)(part_of ? up_w : gate_w) + row * (HIDDEN / 2), EIGHT_ROWS, count);
     }
   }
@@ -115,7 +115,7 @@ const auto send_down = [&] {
       copy16(down_scales_at + WIDTH / 2 + at, (const u8*)down_b + row * (WIDTH / 32) + at, true);
     }
     if (lane == 0) {
-      u64* const count = arrived + TILES * TURNS + down_part;
+      u64* const count = arrived + PLACES + down_part;
       u8* const to = downs_at + down_part * DOWN_PLACE;
       const u8* const from = (const u8*)down_w + row * (WIDTH / 2);
       expect(count, 2 * DOWN_EIGHT);
@@ -133,10 +133,10 @@ float a = 0.f, b = 0.f;
   if (n == 0) wait_copies<TURNS - 1 + (SEND_DOWN < 2)>();
   else wait_copies<1>();
   warp_barrier();
-  wait_arrivals(arrived + group * TURNS + n);
+  wait_arrivals(arrived + group + n * TILES);
   if (SEND_DOWN == 2 && n == 0) send_down();
   const bool odd = g & 1;
-  const u8* const place = rings + (group * TURNS + n) * TILE_PLACE + g * (HIDDEN / 2) + begin * 64 + (lane & 3) * 16;
+  const u8* const place = rings + (group + n * TILES) * TILE_PLACE + g * (HIDDEN / 2) + begin * 64 + (lane & 3) * 16;
   const u8* const vector = operand + begin * 256 + gives_at<1>(lane);
   const auto octet = [&](int u, int i) {
     read16_if(live, vector + u * 256 + i * 64, held[i]);
@@ -168,7 +168,7 @@ float a = 0.f, b = 0.f;
 {
   wait_copies<0>();
   warp_barrier();
-  wait_arrivals(arrived + TILES * TURNS + down_part);
+  wait_arrivals(arrived + PLACES + down_part);
   const int row = lane >> 2;
   const bool odd = row & 1;
   const u8* const place = downs_at + down_part * DOWN_PLACE + row * (WIDTH / 2) + (lane & 3) * 16;

@@ -88,12 +88,13 @@ def block(
     if not fits(spec, plan, how):
         raise SystemExit(f"resident: not written for {spec.label}")
     most = -(-spec.router.top_k * (spec.width // 8) // how.blocks)
-    turns = -(-most // how.groups)
+    turns = -(-most // how.groups)  # of a group of warps
     rows, down = spec.hidden * 4, spec.width * 4  # bytes of eight rows
     tile, down_tile = (-(-(2 * each + 64) // 128) * 128 for each in (rows, down))
     k = spec.router.top_k
-    size = how.groups * turns * tile + k * down_tile + how.warps * (turns * SCALES + spec.width)
+    size = most * tile + k * (down_tile + spec.width) + how.warps * turns * SCALES
     values = {
+        "PLACES": most,
         "TURNS": turns,
         "EIGHT_ROWS": rows,
         "DOWN_EIGHT": down,
