@@ -17,6 +17,7 @@ import mlx.core as mx
 from moescope.errors import UserError
 
 from . import source
+from .classes import Unsupported
 from .common import check, dynamic_names, projection_text, static_inputs
 from .device import Device
 from .layout import (
@@ -36,7 +37,7 @@ from .layout import (
 )
 from .source import STEP
 from .spec import Spec, Tensors
-from .weights import Format, Unsupported
+from .weights import Format
 
 TYPE_TEXT = {
     "bfloat16": """

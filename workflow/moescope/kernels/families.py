@@ -11,9 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from .classes import Unsupported
 from .router import route
 from .spec import Router, Shared, Spec, Tensors
-from .weights import Projection, Unsupported, describe
+from .weights import Projection, describe
 
 Run = Callable[..., Any]
 
@@ -90,7 +91,7 @@ def spec_of(
 ) -> tuple[Spec, Tensors]:
     """Spec and tensors of the routed experts alone."""
     each = [p for p in (found.gate, found.up, found.down) if p is not None]
-    scaled = any(p.global_scale is not None for p in each)
+    scaled = any(p.factor is not None for p in each)
     spec = Spec(
         dtype=str(dtype).rpartition(".")[2],
         hidden=found.up.columns,
@@ -122,6 +123,8 @@ def with_shared(
     up, down = describe(mlp.up_proj, dtype), describe(mlp.down_proj, dtype)
     if any(p is not None and p.bias is not None for p in (gate, up, down)):
         raise Unsupported("a shared expert with biases")
+    if any(p is not None and p.factor is not None for p in (gate, up, down)):
+        raise Unsupported("a shared expert with a global scale")
     if (gate is None) != (spec.gate is None):
         raise Unsupported("a shared expert with another kind of gate")
     if up.columns != spec.hidden or down.rows != spec.out:

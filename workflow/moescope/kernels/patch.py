@@ -14,10 +14,10 @@ import mlx.core as mx
 from moescope.errors import UserError
 
 from . import cuda, device, gate, metal, parity, reference
+from .classes import Unsupported
 from .families import Site, activations, sites
 from .layout import geometry
 from .spec import Spec, Tensors
-from .weights import Unsupported
 
 MARK = "__moescope_fused__"
 
