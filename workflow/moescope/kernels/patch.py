@@ -18,7 +18,7 @@ from moescope.errors import UserError
 from . import cuda, device, gate, metal, parity, reference
 from .classes import Unsupported
 from .families import Site
-from .layout import geometry
+from .layout import Geometry, check_cores, geometry
 from .sites import activations, sites
 from .spec import Spec, Tensors
 
@@ -95,9 +95,11 @@ def fuse(model: Any, backend: str | None = None) -> Report:
     """
     if backend not in (None, "reference"):
         raise UserError(f"backend {backend!r} is not known; leave it out, or give 'reference'")
+    here = device.current()
+    chosen = settings(here)
     lifted = _lift(model)
     try:
-        report, calls = _plan(model, backend)
+        report, calls = _plan(model, backend, here, chosen)
     except BaseException:
         for module, kind, call in lifted:
             _put(module, kind, call)
@@ -107,23 +109,34 @@ def fuse(model: Any, backend: str | None = None) -> Report:
     return report
 
 
-def _plan(model: Any, backend: str | None) -> tuple[Report, list[tuple[Any, "OneToken"]]]:
+def settings(here: device.Device | None) -> Geometry:
+    """The geometry that the environment asks for. Raises UserError where any of the variables is
+    malformed, whether this model and device would ask it or not."""
+    for asked in (gate.mode, gate.width_limit, cuda.launches, cuda.inline, parity.wanted):
+        asked()
+    chosen = geometry()
+    if here:
+        check_cores(chosen, here)
+    return chosen
+
+
+def _plan(
+    model: Any, backend: str | None, here: device.Device | None, chosen: Geometry
+) -> tuple[Report, list[tuple[Any, "OneToken"]]]:
     """What is fused and what is left; each fused module's call. Changes nothing."""
-    here = device.current()
     language = backend or (here.language if here else "")
     report = Report(f"{here.name or here.language}" if here else "CPU")
     kind = activations(model)
     if language != "reference" and kind not in (mx.bfloat16, mx.float16):
         kind = None
     found, report.left = sites(model, kind)
-    shape = geometry()
     if here and backend is None:
         known = gate.crossover(here, mx.__version__)
         report.crossover = f"{known.max_width} ({known.kind}: {known.source})"
     calls: list[tuple[Any, OneToken]] = []
     for site in found:
         try:
-            run = _build(site, language, here, shape)
+            run = _build(site, language, here, chosen)
         except Unsupported as reason:
             report.left.append((site.path, str(reason)))
             continue
@@ -132,7 +145,9 @@ def _plan(model: Any, backend: str | None) -> tuple[Report, list[tuple[Any, "One
     return report, calls
 
 
-def _build(site: Site, language: str, here: device.Device | None, shape: Any) -> Callable[..., Any]:
+def _build(
+    site: Site, language: str, here: device.Device | None, chosen: Geometry
+) -> Callable[..., Any]:
     if language == "reference":
         if gate.mode() == "off":
             raise Unsupported(f"{gate.MODE}=off")
@@ -142,7 +157,7 @@ def _build(site: Site, language: str, here: device.Device | None, shape: Any) ->
         reason = gate.declined(site.spec, here, mx.__version__)
         if reason:
             raise Unsupported(reason)
-    return BUILDERS[language](site.spec, site.tensors, shape, here)
+    return BUILDERS[language](site.spec, site.tensors, chosen, here)
 
 
 class OneToken:
