@@ -9,8 +9,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from kernels.patching import CONFIGS, PACKAGES, model_of
-from moescope.kernels import families, fuse, unfuse
-from moescope.kernels.classes import class_of
+from moescope.kernels import families, fuse, unfuse, weights
+from moescope.kernels.classes import class_of, known
 
 INLINE = ["qwen3_moe", "olmoe", "mixtral", "phimoe", "lfm2_moe", "gpt_oss", "qwen3_next"]
 BY_MODULE = ["mlx-lm dots1", "mlx-vlm nemotron_h", "mlx-vlm deepseek_v4"]
@@ -300,6 +300,45 @@ def check_calls_put_over_a_class():
         "a block of class mlx_lm.models.qwen3_moe.Qwen3MoeSparseMoeBlock with another call"
     }
     assert fuse(model, backend="reference").fused
+
+
+def check_every_class_is_the_packages():
+    """The tables name classes that are there, and that are called as their package has it."""
+    tables = [
+        families.BLOCKS,
+        families.SWITCHES,
+        families.ACTIVATIONS,
+        families.SHARED,
+        families.SIGMOID_GATES,
+        families.GEMMA_ROUTERS,
+        families.GEMMA_EXPERTS,
+        {families.DEEPSEEK_GATE, families.INKLING_SWITCH},
+        weights.LAYERS,
+    ]
+    for table in tables:
+        for name in table:
+            home, _, kind = name.rpartition(".")
+            kind = getattr(importlib.import_module(home), kind)
+            assert known(kind.__new__(kind), table, "this") == name
+
+
+def check_qwen3_5_of_mlx_vlm():
+    """A class of its own, and so is its shared expert's."""
+    error, report = differs(model_of("mlx-vlm", "qwen3_5_moe"))
+    assert report.fused[0].spec.shared.weight == "gate" and error < 2e-5, error
+
+
+def check_gemma4_with_vision():
+    """The text layers of mlx-vlm's gemma4 are of other classes than gemma4_text's."""
+    text = importlib.import_module("mlx_vlm.models.gemma4_text.language")
+    layer = importlib.import_module("mlx_vlm.models.gemma4.language")
+    model = model_of("mlx-vlm", "gemma4_text")
+    for _, module in list(model.named_modules()):
+        if type(module) in (text.DecoderLayer, text.Router, text.Experts, text.GeGLU):
+            kind = getattr(layer, type(module).__name__)
+            object.__setattr__(module, "__class__", kind)
+    report = fuse(model, backend="reference")
+    assert len(report.fused) == 2 and not report.left, str(report)
 
 
 def check_a_namesake_is_no_block():

@@ -6,6 +6,7 @@ import gc
 import importlib
 import json
 import os
+import time
 import weakref
 
 import mlx.core as mx
@@ -245,6 +246,15 @@ def _no_cycles_collected():
         gc.enable()
 
 
+def _falls_to(limit):
+    """Whether MLX's memory does: its own threads drop what they last ran a little later."""
+    for _ in range(200):
+        if mx.get_active_memory() <= limit:
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def check_a_dropped_model_is_freed_at_once(text):
     """By its last reference: nothing waits for a collector of cycles."""
     package, family = text.split()
@@ -259,11 +269,9 @@ def check_a_dropped_model_is_freed_at_once(text):
                 decode(package, model)
                 objects = dict(model.named_modules())
                 refs = [weakref.ref(objects[block.path]) for block in report.fused]
-                mx.synchronize()  # what the last step had begun
                 del model, objects
                 assert refs and not any(ref() is not None for ref in refs)
-                left = mx.get_active_memory() - before
-                assert left < held / 20, (left, held)
+                assert _falls_to(before + held / 20), (before, held, mx.get_active_memory())
         finally:
             del os.environ["MOESCOPE_FUSED_PARITY"]
     probe.tallies.clear()
