@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from moescope.errors import UserError
-from moescope.kernels import cuda, gate, layout, samples
+from moescope.kernels import cuda, device, fuse, gate, layout, parity, patch, samples
 from moescope.kernels.device import Device
 from moescope.kernels.layout import (
     Geometry,
@@ -128,6 +128,70 @@ def check_variables():
         assert "on, off or force" in _refused(gate.mode)
     with environment(MOESCOPE_FUSED_MAX_WIDTH="wide"):
         assert "MOESCOPE_FUSED_MAX_WIDTH" in _refused(gate.width_limit)
+
+
+MALFORMED = {
+    gate.MODE: ("maybe", "on, off or force"),
+    gate.WIDTH: ("wide", "an expert width"),
+    cuda.LAUNCHES: ("3", "1 or 2"),
+    layout.VARIABLE: ("warps=0", "warps (1 to 32)"),
+    parity.VARIABLE: ("yes", "1"),
+    cuda.INLINE: ("2", "1"),
+}
+CASES = {"check_malformed_variables_come_first": list(MALFORMED)}
+
+
+class _Untouchable:
+    """A model that nobody may look at."""
+
+    def __getattribute__(self, name):
+        raise AssertionError(f"{name} was asked for")
+
+
+def check_malformed_variables_come_first(name):
+    """Each is refused by its name before anything else, whatever the model has."""
+    value, allowed = MALFORMED[name]
+    for backend in (None, "reference"):
+        with environment(**{name: value}):
+            message = _refused(lambda backend=backend: fuse(_Untouchable(), backend))
+        assert message.startswith(f"{name}: ") and "\n" not in message, message
+        assert f'"{value}" is not allowed' in message and allowed in message, message
+
+
+def check_widths_are_numbers():
+    """Digits that are none to int() too."""
+    for value in ("-1", "1e3", "\u00b2"):
+        with environment(MOESCOPE_FUSED_MAX_WIDTH=value):
+            assert "MOESCOPE_FUSED_MAX_WIDTH" in _refused(gate.width_limit)
+    assert "MOESCOPE_FUSED_GEOMETRY" in _refused(lambda: layout.geometry("warps=\u00b2"))
+
+
+def check_switches():
+    """Variables that are on or off."""
+    for value, want in (("1", True), ("", False), ("0", False), ("off", False), ("OFF", False)):
+        with environment(MOESCOPE_FUSED_PARITY=value, MOESCOPE_FUSED_INLINE=value):
+            assert parity.wanted() is want and cuda.inline() is want
+    assert not parity.wanted() and not cuda.inline()
+
+
+def check_cores_that_the_device_has():
+    """One launch waits for itself: with more blocks than fit, for ever."""
+    with environment(MOESCOPE_FUSED_GEOMETRY="cores=132"):
+        assert patch.settings(H200).cores == 132
+    with environment(MOESCOPE_FUSED_GEOMETRY="cores=133"):
+        message = _refused(lambda: patch.settings(H200))
+        assert "MOESCOPE_FUSED_GEOMETRY" in message
+        assert "cores=133 is not allowed: NVIDIA H200 has 132 multiprocessors" in message
+        assert patch.settings(None).cores == 133 == patch.settings(Device("metal", "M1")).cores
+    spec = samples.block(experts=4, top_k=2, hidden=512, width=128)
+    tensors = samples.tensors_of(spec)
+    assert "132" in _refused(lambda: cuda.build(spec, tensors, Geometry(cores=133), H200))
+    held, device.current = device.current, lambda: H200
+    try:
+        with environment(MOESCOPE_FUSED_GEOMETRY="cores=200"):
+            assert "132" in _refused(lambda: fuse(_Untouchable()))
+    finally:
+        device.current = held
 
 
 def check_geometry_variable():

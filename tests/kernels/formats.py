@@ -3,9 +3,9 @@
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from moescope.kernels.weights import (
-    GLOBAL_SCALE_UNIT,
     Format,
     Projection,
     Unsupported,
@@ -76,11 +76,26 @@ def check_global_scale():
     """nvfp4's factor per expert."""
     w = mx.random.normal((2, 4, 64))
     packed = mx.quantize(w, 16, 4, mode="nvfp4")
-    scale = mx.array([GLOBAL_SCALE_UNIT, 2 * GLOBAL_SCALE_UNIT])
+    scale = mx.array([1.0, 2.0])
     form = Format("nvfp4", 4, 16, "uint8")
     p = Projection(form, 4, 64, 2, packed[0], packed[1], None, None, scale)
     plain = Projection(form, 4, 64, 2, packed[0], packed[1], None, None, None)
     assert mx.allclose(unpack(p), unpack(plain) * mx.array([1.0, 2.0])[:, None, None]).item()
+
+
+def check_global_scale_of_mlx():
+    """mlx-lm's experts, scaled each by its largest weight: taken apart, they are what they were."""
+    plain = SwitchLinear(128, 32, 3, bias=False)
+    plain.weight = plain.weight * mx.array([1.0, 40.0, 0.01])[:, None, None]
+    p = describe(plain.to_quantized(16, 4, "nvfp4", global_scale=True), mx.bfloat16)
+    most = mx.max(mx.abs(plain.weight), axis=(1, 2))
+    assert mx.allclose(p.factor * 448 * 6, most).item()
+    error = mx.max(mx.abs(unpack(p) - plain.weight), axis=(1, 2)) / most
+    assert mx.all(error < 0.2).item(), error
+    affine = plain.to_quantized(32, 4)
+    affine.set_dtype(mx.bfloat16)
+    affine.global_scale = most
+    assert _reason(affine) == "a global scale with mode affine"
 
 
 def check_described(text):
@@ -115,6 +130,8 @@ def check_refusals():
     odd = nn.Linear(40, 32, bias=False)
     odd.set_dtype(mx.bfloat16)
     assert _reason(odd) == "rows of 40 weights are no multiple of 32"
+    wrapped = LoRASwitchLinear.from_base(three)
+    assert _reason(wrapped) == "a layer of class mlx_lm.tuner.lora.LoRASwitchLinear"
     half = nn.Linear(64, 32, bias=False)
     half.set_dtype(mx.float16)
     assert _reason(half, mx.float16) == "unquantised float16 weights"

@@ -1,8 +1,13 @@
 """fuse and unfuse on tiny models of every family; the reference stands in for the kernels."""
 
+import contextlib
+import copy
+import gc
 import importlib
 import json
 import os
+import time
+import weakref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,6 +15,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 from moescope.errors import UserError
 from moescope.kernels import fuse, probe, samples, unfuse
+from moescope.kernels import patch as patching
 from moescope.kernels.families import BLOCKS
 
 CONFIGS = json.loads(os.environ["MOESCOPE_TINY"]) if "MOESCOPE_TINY" in os.environ else {}
@@ -21,7 +27,11 @@ CASES = {
         for family in FAMILIES
         for package in PACKAGES.get(family, ["mlx-lm", "mlx-vlm"])
     ],
-}
+    "check_a_dropped_model_is_freed_at_once": [
+        "mlx-lm qwen3_moe", "mlx-lm nemotron_h", "mlx-vlm qwen3_next", "mlx-vlm gemma4_text",
+        "mlx-vlm deepseek_v4", "mlx-vlm inkling",
+    ],
+}  # fmt: skip
 PROMPT = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31]
 
 
@@ -159,13 +169,14 @@ def check_reasons():
 def check_unknown_blocks_are_named():
     """Experts in a block of another kind are reported, not passed over."""
     model = model_of("mlx-lm", "qwen3_moe")
-    kept = BLOCKS.pop("Qwen3MoeSparseMoeBlock")
+    name = "mlx_lm.models.qwen3_moe.Qwen3MoeSparseMoeBlock"
+    kept = BLOCKS.pop(name)
     try:
         report = fuse(model, backend="reference")
     finally:
-        BLOCKS["Qwen3MoeSparseMoeBlock"] = kept
+        BLOCKS[name] = kept
     assert [path for path, _ in report.left] == ["model.layers.0.mlp", "model.layers.1.mlp"]
-    assert report.left[0][1] == "no recogniser for this kind of block"
+    assert report.left[0][1] == f"no recogniser for class {name}"
 
 
 def check_latent_and_grouped():
@@ -223,3 +234,118 @@ def check_fuse_twice_and_over_other_changes():
         assert "backend" in str(error)
     else:
         raise AssertionError("not refused")
+
+
+@contextlib.contextmanager
+def _no_cycles_collected():
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _falls_to(limit):
+    """Whether MLX's memory does: its own threads drop what they last ran a little later."""
+    for _ in range(200):
+        if mx.get_active_memory() <= limit:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def check_a_dropped_model_is_freed_at_once(text):
+    """By its last reference: nothing waits for a collector of cycles."""
+    package, family = text.split()
+    for parity in ("0", "1"):
+        os.environ["MOESCOPE_FUSED_PARITY"] = parity
+        try:
+            with _no_cycles_collected():
+                before = mx.get_active_memory()
+                model = model_of(package, family)
+                held = mx.get_active_memory() - before
+                report = fuse(model, backend="reference")
+                decode(package, model)
+                objects = dict(model.named_modules())
+                refs = [weakref.ref(objects[block.path]) for block in report.fused]
+                del model, objects
+                assert refs and not any(ref() is not None for ref in refs)
+                assert _falls_to(before + held / 20), (before, held, mx.get_active_memory())
+        finally:
+            del os.environ["MOESCOPE_FUSED_PARITY"]
+    probe.tallies.clear()
+
+
+def _types(model):
+    return {path: type(module) for path, module in model.named_modules()}
+
+
+def check_a_build_that_fails_changes_nothing():
+    """All or nothing, of a model that was fused before as well."""
+    build, built = patching.BUILDERS["reference"], []
+
+    def fails_second(*arguments):
+        built.append(arguments)
+        if len(built) == 2:
+            raise MemoryError("no room")
+        return build(*arguments)
+
+    def refused(model):
+        built.clear()
+        patching.BUILDERS["reference"] = fails_second
+        try:
+            fuse(model, backend="reference")
+        except MemoryError:
+            return
+        finally:
+            patching.BUILDERS["reference"] = build
+        raise AssertionError("not raised")
+
+    for package, family in (("mlx-lm", "qwen3_moe"), ("mlx-vlm", "gemma4_text")):
+        model = model_of(package, family)
+        plain, types = decode(package, model), _types(model)
+        refused(model)
+        assert _types(model) == types and decode(package, model) == plain
+        fuse(model, backend="reference")
+        fused = _types(model)
+        refused(model)
+        assert _types(model) == fused != types
+        assert decode(package, model) == plain
+        assert unfuse(model) and _types(model) == types
+
+
+def check_a_change_over_one_block_leaves_all_fused():
+    """unfuse takes back all blocks or none."""
+    model = model_of("mlx-lm", "olmoe")
+    fuse(model, backend="reference")
+    for layer in (0, 1):
+        block = model.layers[layer].mlp
+        under = type(block)
+        object.__setattr__(block, "__class__", type("Over", (under,), {}))
+        before = _types(model)
+        for call in (unfuse, fuse):
+            try:
+                call(model)
+            except UserError as error:
+                assert f"model.layers.{layer}.mlp" in str(error)
+            else:
+                raise AssertionError("not noticed")
+            assert _types(model) == before
+        object.__setattr__(block, "__class__", under)
+    assert unfuse(model) == 2
+
+
+def check_a_copy_takes_its_own_path():
+    """A deep copy has arrays of its own: the kernels would go on with the first model's."""
+    for package, family in (("mlx-lm", "olmoe"), ("mlx-vlm", "gemma4_text")):
+        model = model_of(package, family)
+        fuse(model, backend="reference")
+        other = copy.deepcopy(model)
+        unfuse(model)
+        other.update(tree_map_with_path(lambda path, a: a * 0.5 if "scales" in path else a,
+                                        other.parameters()))  # fmt: skip
+        got = decode(package, other, 8)
+        unfuse(other)
+        assert got == decode(package, other, 8) != decode(package, model, 8)
+        assert _types(other) == _types(model)

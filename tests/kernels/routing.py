@@ -5,6 +5,7 @@ import dataclasses
 import mlx.core as mx
 import mlx.nn as nn
 
+from moescope.kernels.classes import class_of
 from moescope.kernels.families import BLOCKS
 from moescope.kernels.router import route
 from moescope.kernels.samples import routers, small_of
@@ -121,8 +122,8 @@ def check_family(name):
                 block.expert_bias = bias
             if name in ("dots1", "nemotron_h"):
                 block.gate.e_score_correction_bias = bias
-            quantised = type(block).__name__
-            site = BLOCKS[quantised]("block", _packed(block, dtype), dtype)
+            recognise = BLOCKS[class_of(block)]
+            site = recognise("block", _packed(block, dtype), dtype)
             mine, weights = route(site.spec.router, values, site.tensors.small)
             chosen, given = _observed(block, dtype, values)
             assert sorted(mine.tolist()) == sorted(chosen), (trial, mine.tolist(), chosen)

@@ -4,8 +4,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from .classes import Unsupported
 from .spec import Spec, Tensors
-from .weights import GLOBAL_SCALE_UNIT, Format, Projection, Unsupported
+from .weights import Format, Projection
 
 
 def check(spec: Spec) -> None:
@@ -44,9 +45,8 @@ def arrays_of(name: str, projection: Projection | None) -> dict[str, Any]:
 def expert_factor(name: str, projection: Projection, tensors: Tensors) -> Any:
     """Factor of each expert's output of one projection, float32 [experts]."""
     factor = mx.ones((projection.experts,), mx.float32)
-    if projection.global_scale is not None:
-        scale = projection.global_scale.astype(mx.float32)
-        factor = factor * mx.broadcast_to(scale / GLOBAL_SCALE_UNIT, factor.shape)
+    if projection.factor is not None:
+        factor = factor * projection.factor
     extra = tensors.small.get(name + "_factor")
     return factor if extra is None else factor * extra
 

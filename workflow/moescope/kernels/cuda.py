@@ -17,14 +17,17 @@ import mlx.core as mx
 from moescope.errors import UserError
 
 from . import source
+from .classes import Unsupported
 from .common import check, dynamic_names, projection_text, static_inputs
 from .device import Device
+from .flags import flag
 from .layout import (
     GIVEN_STEP,
     Cut,
     Geometry,
     Launch,
     block_launch,
+    check_cores,
     cut,
     down_launch,
     down_warps,
@@ -36,7 +39,7 @@ from .layout import (
 )
 from .source import STEP
 from .spec import Spec, Tensors
-from .weights import Format, Unsupported
+from .weights import Format
 
 TYPE_TEXT = {
     "bfloat16": """
@@ -268,7 +271,7 @@ def include(text: str) -> str:
 def _kernel(
     kind: str, inputs: tuple[str, ...], output: str, header: str, body: str, memory: int
 ) -> Callable[..., Any]:
-    if not os.environ.get("MOESCOPE_FUSED_INLINE"):
+    if not inline():
         header, body = include(header), include(body)
     return mx.fast.cuda_kernel(
         name=f"moescope_{kind}_{source.digest(header, body)}",
@@ -294,6 +297,7 @@ def prefetch_rows(spec: Spec, chosen: Geometry) -> int:
 
 
 LAUNCHES = "MOESCOPE_FUSED_LAUNCHES"
+INLINE = "MOESCOPE_FUSED_INLINE"
 SCRATCH_HEAD = 512
 TURNS = 2
 WIDEST_LOAD = 16
@@ -311,8 +315,13 @@ def launches() -> int:
     """One launch a block, or two, by ``MOESCOPE_FUSED_LAUNCHES``. Raises UserError."""
     value = os.environ.get(LAUNCHES, "1")
     if value not in ("1", "2"):
-        raise UserError(f'"{value}" is not allowed; 1 or 2', LAUNCHES)
+        raise UserError(f'"{value}" is not allowed; write 1 or 2', LAUNCHES)
     return int(value)
+
+
+def inline() -> bool:
+    """Whether MLX is handed the whole text, by ``MOESCOPE_FUSED_INLINE``. Raises UserError."""
+    return flag(INLINE)
 
 
 def place_bytes(spec: Spec) -> int:
@@ -425,6 +434,7 @@ def build(spec: Spec, tensors: Tensors, chosen: Geometry, device: Device) -> Cal
     first of two kernels alone. Raises Unsupported, UserError.
     """
     check(spec)
+    check_cores(chosen, device)
     if device.capability < 80:
         raise Unsupported(f"compute capability {device.capability / 10}")
     plan = cut(spec)

@@ -1,21 +1,24 @@
 """Where each family of mlx-lm and mlx-vlm keeps its experts, and how it routes.
 
-One recogniser per class of block. It says what the block computes (a ``Spec``), with which arrays,
+One recogniser per kind of block. It says what the block computes (a ``Spec``), with which arrays,
 and how the block's own call maps to the kernels' inputs; or raises Unsupported with a reason.
-Written against mlx-lm 0.32.2 and mlx-vlm 0.7.10.
+Written against mlx-lm 0.32.2 and mlx-vlm 0.7.10: whatever is read in place of being called is of
+one of their classes exactly, which the tables here name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
+from .classes import Unsupported, class_of, known
 from .router import route
 from .spec import Router, Shared, Spec, Tensors
-from .weights import Projection, Unsupported, describe
+from .weights import Projection, describe, type_name
 
 Run = Callable[..., Any]
+LM, VLM = "mlx_lm.models.", "mlx_vlm.models."
 
 
 @dataclass
@@ -24,8 +27,13 @@ class Site:
 
     enter(run): from the kernels' ``run(shape, x, *dynamic)`` the function that stands in for the
     module's call for one token. plain: the module's own path from the same arguments, where that
-    is not simply its call. companions: modules that change with it, each with what makes its call
-    for one token. left: what of the block keeps its own path, and why.
+    is not simply its call. companion: a module that changes with it, and its call for one token,
+    whose results follow x in the module's call. Each of these functions is called with its module
+    first, and holds no reference to it: a model that is dropped is freed at once. left: what of
+    the block keeps its own path, and why.
+
+    For looking at types (sites.py): hidden, the size of x where it is not the experts'; rest(x),
+    what follows x in the module's own call; rounds, that this ends by rounding to x's type.
     """
 
     path: str
@@ -34,8 +42,11 @@ class Site:
     tensors: Tensors
     enter: Callable[[Run], Callable[..., Any]]
     plain: Callable[..., Any] | None = None
-    companions: list[tuple[Any, Callable[[], Callable[..., Any]]]] = field(default_factory=list)
+    companion: tuple[Any, Callable[..., Any]] | None = None
     left: list[str] = field(default_factory=list)
+    hidden: int = 0
+    rest: Callable[[Any], tuple] = lambda x: ()
+    rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,28 +61,67 @@ class Experts:
     alpha: float = 0.0
 
 
-def activation_of(module: Any) -> tuple[str, float, float]:
-    """An activation module's kind, limit and alpha, by its class. Raises Unsupported."""
-    name, home = type(module).__name__, type(module).__module__
-    if name == "SwiGLU" and home.endswith("switch_layers"):
-        return "swiglu", 0.0, 0.0
-    if name == "SwigluOAI":
-        return "swiglu_oai", float(module._limit), float(module._alpha)
-    if name == "SwiGLU" and "gpt_oss" in home:
-        return "swiglu_oai", 7.0, 1.702
-    if name == "GeGLU" and "gemma4" in home:
-        return "geglu", 0.0, 0.0
-    if name == "LimitedSwiGLU":
-        limit = float(module.limit or 0.0)
-        return ("swiglu_clamped" if limit > 0 else "swiglu"), limit, 0.0
-    if name == "ReLU2":
-        return "relu2", 0.0, 0.0
-    raise Unsupported(f"activation {name}")
+def _limited(limit: float | None) -> tuple[str, float, float]:
+    limit = float(limit or 0.0)
+    return ("swiglu_clamped" if limit > 0 else "swiglu"), limit, 0.0
 
 
-def experts_of(switch: Any, dtype: Any) -> Experts:
+# Activation modules: kind, limit and alpha.
+ACTIVATIONS: dict[str, Callable[[Any], tuple[str, float, float]]] = {
+    LM + "switch_layers.SwiGLU": lambda _: ("swiglu", 0.0, 0.0),
+    VLM + "switch_layers.SwiGLU": lambda _: ("swiglu", 0.0, 0.0),
+    LM + "activations.SwigluOAI": lambda m: ("swiglu_oai", float(m._limit), float(m._alpha)),
+    VLM + "gpt_oss.language.SwiGLU": lambda _: ("swiglu_oai", 7.0, 1.702),
+    LM + "gemma4_text.GeGLU": lambda _: ("geglu", 0.0, 0.0),
+    VLM + "gemma4.language.GeGLU": lambda _: ("geglu", 0.0, 0.0),
+    VLM + "gemma4_text.language.GeGLU": lambda _: ("geglu", 0.0, 0.0),
+    VLM + "deepseek_v4.language.LimitedSwiGLU": lambda m: _limited(m.limit),
+    "mlx.nn.layers.activations.ReLU2": lambda _: ("relu2", 0.0, 0.0),
+}
+SWITCHES = {
+    LM + "switch_layers.SwitchGLU",
+    LM + "switch_layers.SwitchMLP",
+    VLM + "switch_layers.SwitchGLU",
+    VLM + "switch_layers.SwitchMLP",
+}
+INKLING_SWITCH = VLM + "inkling.language.InklingSwitchGLU"
+# Shared experts: kind and limit of their activation.
+SHARED: dict[str, Callable[[Any], tuple[str, float, float]]] = {
+    LM + "dots1.Dots1MLP": lambda _: ("swiglu", 0.0, 0.0),
+    LM + "qwen3_next.Qwen3NextMLP": lambda _: ("swiglu", 0.0, 0.0),
+    LM + "nemotron_h.NemotronHMLP": lambda _: ("relu2", 0.0, 0.0),
+    VLM + "mlp.SwiGLUMLP": lambda _: ("swiglu", 0.0, 0.0),
+    VLM + "qwen3_5.language.Qwen3_5MLP": lambda _: ("swiglu", 0.0, 0.0),
+    VLM + "nemotron_h.language.NemotronHMLP": lambda _: ("relu2", 0.0, 0.0),
+    VLM + "deepseek_v4.language.DeepseekV4MLP": lambda m: _limited(m.swiglu_limit),
+    VLM + "inkling.language.InklingSharedExpertsDense": lambda _: ("swiglu", 0.0, 0.0),
+}
+# Routers with a weight of their own that score by sigmoid: what they add to the sum of the chosen.
+SIGMOID_GATES = {
+    LM + "dots1.Dots1TopkRouter": 0.0,
+    VLM + "dots1.language.Dots1TopkRouter": 0.0,
+    LM + "nemotron_h.MoEGate": 1e-20,
+    VLM + "nemotron_h.language.MoEGate": 1e-20,
+}
+DEEPSEEK_GATE = VLM + "deepseek_v4.language.MoEGate"
+GEMMA_ROUTERS = {
+    LM + "gemma4_text.Router",
+    VLM + "gemma4.language.Router",
+    VLM + "gemma4_text.language.Router",
+}
+GEMMA_EXPERTS = {
+    LM + "gemma4_text.Experts",
+    VLM + "gemma4.language.Experts",
+    VLM + "gemma4_text.language.Experts",
+}
+
+
+def experts_of(switch: Any, dtype: Any, classes: Collection[str] = SWITCHES) -> Experts:
     """A SwitchGLU's or SwitchMLP's experts. Raises Unsupported."""
-    kind, limit, alpha = activation_of(switch.activation)
+    known(switch, classes, "experts")
+    kind, limit, alpha = ACTIVATIONS[known(switch.activation, ACTIVATIONS, "an activation")](
+        switch.activation
+    )
     if "fc1" in switch:
         gate, up, down = None, describe(switch.fc1, dtype), describe(switch.fc2, dtype)
     else:
@@ -90,9 +140,9 @@ def spec_of(
 ) -> tuple[Spec, Tensors]:
     """Spec and tensors of the routed experts alone."""
     each = [p for p in (found.gate, found.up, found.down) if p is not None]
-    scaled = any(p.global_scale is not None for p in each)
+    scaled = any(p.factor is not None for p in each)
     spec = Spec(
-        dtype=str(dtype).rpartition(".")[2],
+        dtype=type_name(dtype),
         hidden=found.up.columns,
         width=found.up.rows,
         out=found.down.rows,
@@ -113,15 +163,20 @@ _OUTPUT = ("gate_factor", "up_factor", "down_factor")
 
 
 def with_shared(
-    spec: Spec, tensors: Tensors, mlp: Any, dtype: Any, weight: str, activation: str
+    spec: Spec, tensors: Tensors, mlp: Any, dtype: Any, weight: str
 ) -> tuple[Spec, Tensors]:
     """The same with the shared expert in it. Raises Unsupported where it has to stay apart."""
+    activation, limit, _ = SHARED[known(mlp, SHARED, "a shared expert")](mlp)
     if activation != spec.activation:
         raise Unsupported(f"a shared expert with {activation}")
+    if limit != spec.limit:
+        raise Unsupported(f"a shared expert with limit {limit}")
     gate = describe(mlp.gate_proj, dtype) if "gate_proj" in mlp else None
     up, down = describe(mlp.up_proj, dtype), describe(mlp.down_proj, dtype)
     if any(p is not None and p.bias is not None for p in (gate, up, down)):
         raise Unsupported("a shared expert with biases")
+    if any(p is not None and p.factor is not None for p in (gate, up, down)):
+        raise Unsupported("a shared expert with a global scale")
     if (gate is None) != (spec.gate is None):
         raise Unsupported("a shared expert with another kind of gate")
     if up.columns != spec.hidden or down.rows != spec.out:
@@ -146,20 +201,20 @@ def _alone(block: Any) -> None:
         raise Unsupported("experts spread over several devices")
 
 
-def _router(block: Any, switch: Any, **how: Any) -> Router:
-    experts = switch["fc1" if "fc1" in switch else "gate_proj"].num_experts
+def _router(found: Experts, **how: Any) -> Router:
+    experts = found.up.experts
     return Router(experts=experts, logits=how.pop("logits", experts), **how)
 
 
-def _inline(path: str, block: Any, dtype: Any, router: Router, small: dict[str, Any]) -> Site:
+def _inline(path: str, block: Any, dtype: Any, small: dict[str, Any], **how: Any) -> Site:
     """A block with ``gate`` (or ``router``) and its experts, called with x alone."""
     _alone(block)
-    switch = block.switch_mlp if "switch_mlp" in block else block.experts
-    spec, tensors = spec_of(experts_of(switch, dtype), router, dtype, small)
+    found = experts_of(block.switch_mlp if "switch_mlp" in block else block.experts, dtype)
+    spec, tensors = spec_of(found, _router(found, **how), dtype, small)
     logits = block.gate if "gate" in block else block.router
 
     def enter(run: Run) -> Callable[..., Any]:
-        def call(x: Any) -> Any:
+        def call(_: Any, x: Any) -> Any:
             return run(x.shape, x, logits(x))
 
         return call
@@ -169,84 +224,48 @@ def _inline(path: str, block: Any, dtype: Any, router: Router, small: dict[str, 
 
 def qwen3_moe(path: str, block: Any, dtype: Any) -> Site:
     """Softmax, top-k, divided by their sum if the config says so."""
-    router = _router(
-        block,
-        block.switch_mlp,
-        top_k=block.top_k,
-        score="softmax",
-        weight="sum" if block.norm_topk_prob else "score",
-    )
-    return _inline(path, block, dtype, router, {})
+    weight = "sum" if block.norm_topk_prob else "score"
+    return _inline(path, block, dtype, {}, top_k=block.top_k, score="softmax", weight=weight)
 
 
 def olmoe(path: str, block: Any, dtype: Any) -> Site:
     """As qwen3_moe, chosen from the negated scores: among equals the lower index."""
-    router = _router(
-        block,
-        block.switch_mlp,
-        top_k=block.top_k,
-        score="softmax",
-        high=False,
-        weight="sum" if block.norm_topk_prob else "score",
-    )
-    return _inline(path, block, dtype, router, {})
+    how = {"score": "softmax", "high": False, "weight": "sum" if block.norm_topk_prob else "score"}
+    return _inline(path, block, dtype, {}, top_k=block.top_k, **how)
 
 
 def mixtral(path: str, block: Any, dtype: Any) -> Site:
     """Top-k of the logits, softmax over those."""
-    router = _router(
-        block, block.switch_mlp, top_k=block.num_experts_per_tok, high=False, weight="softmax"
-    )
-    return _inline(path, block, dtype, router, {})
+    how = {"high": False, "weight": "softmax"}
+    return _inline(path, block, dtype, {}, top_k=block.num_experts_per_tok, **how)
 
 
 def phimoe(path: str, block: Any, dtype: Any) -> Site:
     """sparsemixer."""
-    router = _router(
-        block,
-        block.switch_mlp,
-        top_k=block.top_k,
-        select="sparsemixer",
-        high=False,
-        jitter=float(block.jitter_eps),
-    )
-    return _inline(path, block, dtype, router, {})
+    how = {"select": "sparsemixer", "high": False, "jitter": float(block.jitter_eps)}
+    return _inline(path, block, dtype, {}, top_k=block.top_k, **how)
 
 
 def lfm2_moe(path: str, block: Any, dtype: Any) -> Site:
     """Sigmoid, chosen with a bias, divided by their sum, scaled; in mlx-vlm a softmax in float32,
     with the bias in the weights too."""
     small = {"choice_bias": _float32(block.expert_bias)} if block.use_expert_bias else {}
-    if type(block).__module__.startswith("mlx_vlm"):
-        router = _router(
-            block,
-            block.switch_mlp,
-            top_k=block.top_k,
-            score="softmax",
-            bias=bool(block.use_expert_bias),
-            weigh_choice=True,
-            weight="sum" if block.norm_topk_prob else "score",
-            epsilon=1e-20,
-            rounded=False,
-        )
-        return _inline(path, block, dtype, router, small)
-    router = _router(
-        block,
-        block.switch_mlp,
-        top_k=block.top_k,
-        score="sigmoid",
-        bias=bool(block.use_expert_bias),
-        weight="sum" if block.norm_topk_prob else "score",
-        epsilon=1e-6,
-        factor=float(block.routed_scaling_factor),
-    )
-    return _inline(path, block, dtype, router, small)
+    how = {
+        "top_k": block.top_k,
+        "bias": bool(block.use_expert_bias),
+        "weight": "sum" if block.norm_topk_prob else "score",
+    }
+    if class_of(block).startswith(VLM):
+        how |= {"score": "softmax", "weigh_choice": True, "epsilon": 1e-20, "rounded": False}
+    else:
+        factor = float(block.routed_scaling_factor)
+        how |= {"score": "sigmoid", "epsilon": 1e-6, "factor": factor}
+    return _inline(path, block, dtype, small, **how)
 
 
 def gpt_oss(path: str, block: Any, dtype: Any) -> Site:
     """Top-k of the logits, softmax over those; biases on every projection."""
-    router = _router(block, block.experts, top_k=block.num_experts_per_tok, weight="softmax")
-    return _inline(path, block, dtype, router, {})
+    return _inline(path, block, dtype, {}, top_k=block.num_experts_per_tok, weight="softmax")
 
 
 def qwen3_next(path: str, block: Any, dtype: Any) -> Site:
@@ -254,14 +273,12 @@ def qwen3_next(path: str, block: Any, dtype: Any) -> Site:
     site = qwen3_moe(path, block, dtype)
     logits, shared, shared_gate = block.gate, block.shared_expert, block.shared_expert_gate
     try:
-        site.spec, site.tensors = with_shared(
-            site.spec, site.tensors, shared, dtype, "gate", "swiglu"
-        )
+        site.spec, site.tensors = with_shared(site.spec, site.tensors, shared, dtype, "gate")
     except Unsupported as reason:
         site.left.append(f"shared expert: {reason}")
 
         def enter(run: Run) -> Callable[..., Any]:
-            def call(x: Any) -> Any:
+            def call(_: Any, x: Any) -> Any:
                 return run(x.shape, x, logits(x)) + mx.sigmoid(shared_gate(x)) * shared(x)
 
             return call
@@ -269,7 +286,7 @@ def qwen3_next(path: str, block: Any, dtype: Any) -> Site:
     else:
 
         def enter(run: Run) -> Callable[..., Any]:
-            def call(x: Any) -> Any:
+            def call(_: Any, x: Any) -> Any:
                 return run(x.shape, x, logits(x), shared_gate(x))
 
             return call
@@ -278,18 +295,23 @@ def qwen3_next(path: str, block: Any, dtype: Any) -> Site:
     return site
 
 
-def _grouped(gate: Any) -> bool:
-    groups = getattr(gate, "n_group", 1) or 1
-    return groups > 1 and groups != getattr(gate, "topk_group", groups)
+def _by_module(found: Experts, gate: Any) -> Router:
+    """The router's own module chooses and weighs."""
+    return _router(found, top_k=gate.top_k, select="given", logits=0)
 
 
-def _sigmoid_router(block: Any, switch: Any, epsilon: float) -> tuple[Router, dict[str, Any]]:
-    gate = block.gate
-    if _grouped(gate):
-        return _router(block, switch, top_k=gate.top_k, select="given", logits=0), {}
+def _promotes(gate: Any, dtype: Any) -> bool:
+    """Whether a gate's logits are of another type than the activations, as with a float32 weight:
+    rounded, they would choose other experts."""
+    return mx.result_type(gate.weight.dtype, dtype) != dtype
+
+
+def _sigmoid_router(gate: Any, found: Experts, dtype: Any) -> tuple[Router, dict[str, Any]]:
+    epsilon = SIGMOID_GATES[known(gate, SIGMOID_GATES, "a router")]
+    if gate.n_group != gate.topk_group or _promotes(gate, dtype):
+        return _by_module(found, gate), {}
     router = _router(
-        block,
-        switch,
+        found,
         top_k=gate.top_k,
         score="sigmoid",
         bias=True,
@@ -312,48 +334,52 @@ def _routed(spec: Spec, gate: Any) -> Callable[[Any], tuple]:
 
 def dots1(path: str, block: Any, dtype: Any) -> Site:
     """Sigmoid in float32, chosen with a bias; a shared expert."""
-    router, small = _sigmoid_router(block, block.experts, 0.0)
-    spec, tensors = spec_of(experts_of(block.experts, dtype), router, dtype, small)
-    return _beside_shared(path, block, dtype, spec, tensors, block.get("shared_experts"), "swiglu")
+    found = experts_of(block.experts, dtype)
+    router, small = _sigmoid_router(block.gate, found, dtype)
+    spec, tensors = spec_of(found, router, dtype, small)
+    shared = block.shared_experts if block.n_shared_experts is not None else None
+    return _beside_shared(path, block, dtype, spec, tensors, shared)
 
 
 def nemotron_h(path: str, block: Any, dtype: Any) -> Site:
     """As dots1 with squared ReLU and no gate; perhaps a narrower space for the routed experts."""
-    router, small = _sigmoid_router(block, block.switch_mlp, 1e-20)
-    spec, tensors = spec_of(experts_of(block.switch_mlp, dtype), router, dtype, small)
-    shared = block.get("shared_experts")
+    found = experts_of(block.switch_mlp, dtype)
+    router, small = _sigmoid_router(block.gate, found, dtype)
+    spec, tensors = spec_of(found, router, dtype, small)
+    shared = block.shared_experts if block.config.n_shared_experts is not None else None
     if block.moe_latent_size is None:
-        return _beside_shared(path, block, dtype, spec, tensors, shared, "relu2")
+        return _beside_shared(path, block, dtype, spec, tensors, shared)
     routed, into, out = _routed(spec, block.gate), block.fc1_latent_proj, block.fc2_latent_proj
     left = ["latent projections" + (", shared expert: outside the latent space" if shared else "")]
 
     def enter(run: Run) -> Callable[..., Any]:
-        def call(x: Any) -> Any:
+        def call(_: Any, x: Any) -> Any:
             narrow = into(x)
             y = out(run(narrow.shape, narrow, *routed(x)))
             return y if shared is None else y + shared(x)
 
         return call
 
-    return Site(path, block, spec, tensors, enter, left=left)
+    hidden = block.gate.weight.shape[-1]
+    return Site(path, block, spec, tensors, enter, left=left, hidden=hidden)
 
 
 def _beside_shared(
-    path: str, block: Any, dtype: Any, spec: Spec, tensors: Tensors, shared: Any, activation: str
+    path: str, block: Any, dtype: Any, spec: Spec, tensors: Tensors, shared: Any
 ) -> Site:
     _alone(block)
     left = []
     apart = None
     if shared is not None:
         try:
-            spec, tensors = with_shared(spec, tensors, shared, dtype, "one", activation)
+            spec, tensors = with_shared(spec, tensors, shared, dtype, "one")
         except Unsupported as reason:
             left.append(f"shared expert: {reason}")
             apart = shared
     routed = _routed(spec, block.gate)
 
     def enter(run: Run) -> Callable[..., Any]:
-        def call(x: Any) -> Any:
+        def call(_: Any, x: Any) -> Any:
             y = run(x.shape, x, *routed(x))
             return y if apart is None else y + apart(x)
 
@@ -365,42 +391,46 @@ def _beside_shared(
 def gemma4(path: str, layer: Any, dtype: Any) -> Site:
     """Router and experts stand beside each other in the layer: both calls change together."""
     router, holder = layer.router, layer.experts
-    switch = holder.switch_glu
-    how = _router(
-        holder,
-        switch,
-        top_k=router.config.top_k_experts,
-        weight="softmax_loose",
-        expert_factor=True,
-    )
+    known(router, GEMMA_ROUTERS, "a router")
+    known(holder, GEMMA_EXPERTS, "experts")
+    found = experts_of(holder.switch_glu, dtype)
+    top_k = router.config.top_k_experts
+    how = _router(found, top_k=top_k, weight="softmax_loose", expert_factor=True)
     small = {"expert_factor": _float32(router.per_expert_scale)}
-    spec, tensors = spec_of(experts_of(switch, dtype), how, dtype, small)
+    spec, tensors = spec_of(found, how, dtype, small)
     scale = router.scale * router._root_size
     mx.eval(scale)
     project, epsilon = router.proj, router.eps
     original = type(holder).__call__
 
-    def logits_only() -> Callable[..., Any]:
+    def logits_only(_: Any, x: Any) -> Any:
         # What the layer passes on as indices are the logits, as weights nothing.
-        def call(x: Any) -> Any:
-            return project(mx.fast.rms_norm(x, scale, epsilon)), None
+        return project(mx.fast.rms_norm(x, scale, epsilon)), None
 
-        return call
-
-    def plain(x: Any, chosen: Any, weights: Any) -> Any:
+    def plain(holder: Any, x: Any, chosen: Any, weights: Any) -> Any:
         if weights is None:
             picked = route(how, chosen, small)
             chosen, weights = (p.reshape(*x.shape[:-1], -1) for p in picked)
         return original(holder, x, chosen, weights)
 
     def enter(run: Run) -> Callable[..., Any]:
-        def call(x: Any, chosen: Any, weights: Any) -> Any:
-            return plain(x, chosen, weights) if weights is not None else run(x.shape, x, chosen)
+        def call(holder: Any, x: Any, chosen: Any, weights: Any) -> Any:
+            if weights is not None:
+                return plain(holder, x, chosen, weights)
+            return run(x.shape, x, chosen)
 
         return call
 
-    companions = [(router, logits_only)]
-    return Site(f"{path}.experts", holder, spec, tensors, enter, plain, companions)
+    return Site(
+        f"{path}.experts",
+        holder,
+        spec,
+        tensors,
+        enter,
+        plain,
+        (router, logits_only),
+        rest=router,
+    )
 
 
 def deepseek_v4(path: str, block: Any, dtype: Any) -> Site:
@@ -408,21 +438,23 @@ def deepseek_v4(path: str, block: Any, dtype: Any) -> Site:
     token id; a shared expert; perhaps a residual that is expanded at the end."""
     _alone(block)
     gate = block.gate
+    known(gate, {DEEPSEEK_GATE}, "a router")
+    found = experts_of(block.switch_mlp, dtype)
     scores = {"sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid", "softmax": "softmax"}
+    score = scores.get(gate.scoring_func)
     small: dict[str, Any] = {}
-    if gate.vision or gate.scoring_func not in scores:
-        router = _router(block, block.switch_mlp, top_k=gate.top_k, select="given", logits=0)
+    # By the table the kernels score the chosen alone, and a softmax is over all.
+    if gate.vision or score is None or _promotes(gate, dtype) or (gate.hash and score == "softmax"):
+        router = _by_module(found, gate)
     else:
-        total = gate.scoring_func != "softmax" and gate.norm_topk_prob
         router = _router(
-            block,
-            block.switch_mlp,
+            found,
             top_k=gate.top_k,
             select="table" if gate.hash else "top_k",
-            score=scores[gate.scoring_func],
+            score=score,
             bias=not gate.hash,
             high=False,
-            weight="sum" if total else "score",
+            weight="sum" if score != "softmax" and gate.norm_topk_prob else "score",
             epsilon=1e-20,
             factor=float(gate.routed_scaling_factor),
             rounded=False,
@@ -431,23 +463,18 @@ def deepseek_v4(path: str, block: Any, dtype: Any) -> Site:
             small["table"] = gate.tid2eid.astype(mx.int32)
         else:
             small["choice_bias"] = _float32(gate.e_score_correction_bias)
-    spec, tensors = spec_of(experts_of(block.switch_mlp, dtype), router, dtype, small)
+    spec, tensors = spec_of(found, router, dtype, small)
     left, apart = [], block.shared_experts
-    limit = float(block.shared_experts.swiglu_limit or 0.0)
     try:
-        if limit != spec.limit:
-            raise Unsupported(f"a shared expert with limit {limit}")
-        spec, tensors = with_shared(
-            spec, tensors, block.shared_experts, dtype, "one", spec.activation
-        )
+        spec, tensors = with_shared(spec, tensors, block.shared_experts, dtype, "one")
         apart = None
     except Unsupported as reason:
         left.append(f"shared expert: {reason}")
     weight = gate.weight.T
-    select = router.select
+    select, combine = router.select, type(block.switch_mlp)._combine
 
     def enter(run: Run) -> Callable[..., Any]:
-        def call(x: Any, *args: Any, residual: Any = None, **kwargs: Any) -> Any:
+        def call(_: Any, x: Any, *args: Any, residual: Any = None, **kwargs: Any) -> Any:
             if select == "given":
                 dynamic = tuple(part.reshape(-1) for part in gate(x, *args, **kwargs))
             elif select == "table":
@@ -458,19 +485,24 @@ def deepseek_v4(path: str, block: Any, dtype: Any) -> Site:
             y = run(x.shape, x, *dynamic)
             if apart is not None:
                 y = y + apart(x)
-            return y if residual is None else expand(y, *residual)
+            return y if residual is None else combine(y, None, None, residual)
 
         return call
 
-    def expand(y: Any, *residual: Any) -> Any:
-        return type(block.switch_mlp)._combine(y, None, None, residual)
+    def token(x: Any) -> tuple:
+        return (mx.zeros(x.shape[:-1], mx.int32),)
 
-    return Site(path, block, spec, tensors, enter, left=left)
+    return Site(path, block, spec, tensors, enter, left=left, rest=token)
 
 
 def inkling(path: str, block: Any, dtype: Any) -> Site:
     """Sigmoid with a bias chooses; a softmax over log-sigmoids weighs chosen and shared experts."""
     switch = block.switch_mlp
+    found = experts_of(switch, dtype, {INKLING_SWITCH})
+    if found.up.bias is not None:
+        raise Unsupported("biases before a factor for each expert")
+    if block.n_shared < 1:
+        raise Unsupported("no shared experts among the router's")
     small = {
         "choice_bias": _float32(block.e_score_correction_bias),
         "route_factor": block.route_scale * _float32(block.global_scale),
@@ -479,8 +511,7 @@ def inkling(path: str, block: Any, dtype: Any) -> Site:
         small["gate_factor"] = _float32(switch.gate_scale)
         small["down_factor"] = _float32(switch.out_scale)
     router = _router(
-        block,
-        switch,
+        found,
         top_k=block.top_k,
         logits=block.n_routed + block.n_shared,
         score="sigmoid",
@@ -490,74 +521,43 @@ def inkling(path: str, block: Any, dtype: Any) -> Site:
         rounded=False,
         shared=block.n_shared,
     )
-    spec, tensors = spec_of(experts_of(switch, dtype), router, dtype, small)
-    spec, tensors = with_shared(spec, tensors, block.shared_experts, dtype, "router", "swiglu")
+    spec, tensors = spec_of(found, router, dtype, small)
+    spec, tensors = with_shared(spec, tensors, block.shared_experts, dtype, "router")
     weight = block.gate_weight
     weight = (weight if weight.dtype == dtype else weight.astype(dtype)).T
 
     def enter(run: Run) -> Callable[..., Any]:
-        def call(x: Any) -> Any:
+        def call(_: Any, x: Any) -> Any:
             return run(x.shape, x, x @ weight)
 
         return call
 
-    return Site(path, block, spec, tensors, enter)
+    return Site(path, block, spec, tensors, enter, rounds=True)
 
 
 BLOCKS: dict[str, Callable[[str, Any, Any], Site]] = {
-    "Qwen3MoeSparseMoeBlock": qwen3_moe,
-    "OlmoeSparseMoeBlock": olmoe,
-    "MixtralSparseMoeBlock": mixtral,
-    "PhiMoESparseMoeBlock": phimoe,
-    "Lfm2MoeSparseMoeBlock": lfm2_moe,
-    "Dots1MoE": dots1,
-    "MLPBlock": gpt_oss,
-    "Qwen3NextSparseMoeBlock": qwen3_next,
-    "Qwen3_5MoeSparseMoeBlock": qwen3_next,
-    "NemotronHMoE": nemotron_h,
-    "DeepseekV4MoE": deepseek_v4,
-    "InklingSparseMoE": inkling,
+    LM + "qwen3_moe.Qwen3MoeSparseMoeBlock": qwen3_moe,
+    LM + "olmoe.OlmoeSparseMoeBlock": olmoe,
+    LM + "mixtral.MixtralSparseMoeBlock": mixtral,
+    LM + "phimoe.PhiMoESparseMoeBlock": phimoe,
+    LM + "lfm2_moe.Lfm2MoeSparseMoeBlock": lfm2_moe,
+    LM + "dots1.Dots1MoE": dots1,
+    LM + "gpt_oss.MLPBlock": gpt_oss,
+    LM + "qwen3_next.Qwen3NextSparseMoeBlock": qwen3_next,
+    LM + "nemotron_h.NemotronHMoE": nemotron_h,
+    LM + "gemma4_text.DecoderLayer": gemma4,
+    VLM + "qwen3_moe.language.Qwen3MoeSparseMoeBlock": qwen3_moe,
+    VLM + "olmoe.language.OlmoeSparseMoeBlock": olmoe,
+    VLM + "mixtral.language.MixtralSparseMoeBlock": mixtral,
+    VLM + "phimoe.language.PhiMoESparseMoeBlock": phimoe,
+    VLM + "lfm2.language.Lfm2MoeSparseMoeBlock": lfm2_moe,
+    VLM + "dots1.language.Dots1MoE": dots1,
+    VLM + "gpt_oss.language.MLPBlock": gpt_oss,
+    VLM + "qwen3_next.language.Qwen3NextSparseMoeBlock": qwen3_next,
+    VLM + "qwen3_5_moe.language.Qwen3_5MoeSparseMoeBlock": qwen3_next,
+    VLM + "nemotron_h.language.NemotronHMoE": nemotron_h,
+    VLM + "gemma4.language.DecoderLayer": gemma4,
+    VLM + "gemma4_text.language.DecoderLayer": gemma4,
+    VLM + "deepseek_v4.language.DeepseekV4MoE": deepseek_v4,
+    VLM + "inkling.language.InklingSparseMoE": inkling,
 }
-SWITCHES = ("SwitchGLU", "SwitchMLP", "InklingSwitchGLU")
-
-
-def sites(model: Any, dtype: Any) -> tuple[list[Site], list[tuple[str, str]]]:
-    """Every block that kernels exist for, and what is left with its reason, in layer order."""
-    found: list[Site] = []
-    left: list[tuple[str, str]] = []
-    owned: set[str] = set()
-    for path, module in sorted(model.named_modules(), key=lambda item: _natural(item[0])):
-        name = type(module).__name__
-        gemma = name == "DecoderLayer" and "gemma4" in type(module).__module__
-        recognise = BLOCKS.get(name)
-        if gemma and "router" in module and "experts" in module:
-            recognise = gemma4
-        if recognise is None:
-            if name in SWITCHES and not any(path.startswith(p + ".") for p in owned):
-                parent = path.rpartition(".")[0] or path
-                left.append((parent, "no recogniser for this kind of block"))
-            continue
-        owned.add(path)
-        try:
-            if dtype is None:
-                raise Unsupported("activations are neither bfloat16 nor float16")
-            found.append(recognise(path, module, dtype))
-        except Unsupported as reason:
-            left.append((path, str(reason)))
-        except (AttributeError, KeyError) as missing:
-            left.append((path, f"not the block of mlx-lm 0.32.2 or mlx-vlm 0.7.10: {missing}"))
-    return found, left
-
-
-def _natural(path: str) -> list[tuple[int, int, str]]:
-    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in path.split(".")]
-
-
-def activations(model: Any) -> Any:
-    """The activations' type: what most norm weights are in; None if there are none."""
-    count: dict[Any, int] = {}
-    for _, module in model.named_modules():
-        if "norm" in type(module).__name__.lower() and "weight" in module:
-            kind = module["weight"].dtype
-            count[kind] = count.get(kind, 0) + 1
-    return max(count, key=count.__getitem__, default=None)

@@ -45,7 +45,7 @@ def width_limit() -> int | None:
     value = os.environ.get(WIDTH, "")
     if not value:
         return None
-    if not value.isdigit():
+    if not value.isdecimal():
         raise UserError(f'"{value}" is not allowed; write an expert width, as 8192', WIDTH)
     return int(value)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from moescope.errors import UserError
 
+from .device import Device
 from .source import STEP, each_chooses, router_bytes
 from .spec import Spec
 from .weights import Format
@@ -57,11 +58,19 @@ def geometry(value: str | None = None) -> Geometry:
     for item in filter(None, value.split(",")):
         key, _, number = item.partition("=")
         low, high = limits.get(key, (1, 0))
-        if not number.isdigit() or not low <= int(number) <= high:
+        if not number.isdecimal() or not low <= int(number) <= high:
             allowed = ", ".join(f"{k} ({a} to {b})" for k, (a, b) in limits.items())
             raise UserError(f'"{item}" is not allowed; write key=number, with {allowed}', VARIABLE)
         given[key] = int(number)
     return Geometry(**given)
+
+
+def check_cores(chosen: Geometry, device: Device) -> None:
+    """Raise UserError where more multiprocessors are asked for than there are: one launch waits for
+    itself, so all its blocks have to be on the device at once."""
+    if 0 < device.cores < chosen.cores:
+        found = f"{device.name} has {device.cores} multiprocessors"
+        raise UserError(f"cores={chosen.cores} is not allowed: {found}", VARIABLE)
 
 
 def steps(columns: int) -> int:

@@ -11,11 +11,12 @@ from typing import Any
 import mlx.core as mx
 
 from . import source
+from .classes import Unsupported
 from .common import check, dynamic_names, projection_text, static_inputs
 from .device import Device
 from .layout import Geometry
 from .spec import Spec, Tensors
-from .weights import Format, Unsupported
+from .weights import Format
 
 ROWS = 4
 CODES = {"affine": 0, "mxfp4": 1, "nvfp4": 1, "mxfp8": 2, "dense": 3}

@@ -4,13 +4,14 @@
 """
 
 import atexit
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+
+from .flags import flag
 
 VARIABLE = "MOESCOPE_FUSED_PARITY"
 
@@ -91,5 +92,5 @@ probe = Probe()
 
 
 def wanted() -> bool:
-    """Whether the environment asks for the probe."""
-    return os.environ.get(VARIABLE, "") not in ("", "0", "off")
+    """Whether the environment asks for the probe. Raises UserError."""
+    return flag(VARIABLE)

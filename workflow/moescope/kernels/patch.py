@@ -2,11 +2,13 @@
 
 A block's call is replaced by giving that one object a subclass of its own class: parameters, paths
 and ``isinstance`` stay as they are. The subclass runs the kernels for a single token and calls the
-block's own path for everything else (prefill, batches, other types).
+block's own path for everything else (prefill, batches, other types). There is one subclass of each
+class; what an object runs is an attribute of that object, so that it goes when the object goes.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -14,12 +16,14 @@ import mlx.core as mx
 from moescope.errors import UserError
 
 from . import cuda, device, gate, metal, parity, reference
-from .families import Site, activations, sites
-from .layout import geometry
+from .classes import Unsupported
+from .families import Site
+from .layout import Geometry, check_cores, geometry
+from .sites import activations, sites
 from .spec import Spec, Tensors
-from .weights import Unsupported
 
 MARK = "__moescope_fused__"
+CALL = "__moescope_call__"
 
 
 @dataclass(frozen=True)
@@ -87,34 +91,63 @@ def fuse(model: Any, backend: str | None = None) -> Report:
     backend: None for the device's own kernels; "reference" runs the float32 reference in their
     place (slow; for tests without a GPU). Weights are taken as they are now: fuse again after
     changing them. A model that is fused already is fused anew. Raises UserError on a malformed
-    environment variable or an unknown backend.
+    environment variable or an unknown backend; whatever is raised, the model is as it was.
     """
     if backend not in (None, "reference"):
         raise UserError(f"backend {backend!r} is not known; leave it out, or give 'reference'")
-    unfuse(model)
     here = device.current()
+    chosen = settings(here)
+    lifted = _lift(model)
+    try:
+        report, calls = _plan(model, backend, here, chosen)
+    except BaseException:
+        for module, kind, call in lifted:
+            _put(module, kind, call)
+        raise
+    for module, call in calls:
+        _put(module, _fused_class(type(module)), call)
+    return report
+
+
+def settings(here: device.Device | None) -> Geometry:
+    """The geometry that the environment asks for. Raises UserError where any of the variables is
+    malformed, whether this model and device would ask it or not."""
+    for asked in (gate.mode, gate.width_limit, cuda.launches, cuda.inline, parity.wanted):
+        asked()
+    chosen = geometry()
+    if here:
+        check_cores(chosen, here)
+    return chosen
+
+
+def _plan(
+    model: Any, backend: str | None, here: device.Device | None, chosen: Geometry
+) -> tuple[Report, list[tuple[Any, "OneToken"]]]:
+    """What is fused and what is left; each fused module's call. Changes nothing."""
     language = backend or (here.language if here else "")
     report = Report(f"{here.name or here.language}" if here else "CPU")
     kind = activations(model)
     if language != "reference" and kind not in (mx.bfloat16, mx.float16):
         kind = None
     found, report.left = sites(model, kind)
-    shape = geometry()
     if here and backend is None:
         known = gate.crossover(here, mx.__version__)
         report.crossover = f"{known.max_width} ({known.kind}: {known.source})"
+    calls: list[tuple[Any, OneToken]] = []
     for site in found:
         try:
-            run = _build(site, language, here, shape)
+            run = _build(site, language, here, chosen)
         except Unsupported as reason:
             report.left.append((site.path, str(reason)))
             continue
-        _install(site, run)
+        calls += _calls(site, run)
         report.fused.append(Fused(site.path, site.spec, tuple(site.left)))
-    return report
+    return report, calls
 
 
-def _build(site: Site, language: str, here: device.Device | None, shape: Any) -> Callable[..., Any]:
+def _build(
+    site: Site, language: str, here: device.Device | None, chosen: Geometry
+) -> Callable[..., Any]:
     if language == "reference":
         if gate.mode() == "off":
             raise Unsupported(f"{gate.MODE}=off")
@@ -124,39 +157,49 @@ def _build(site: Site, language: str, here: device.Device | None, shape: Any) ->
         reason = gate.declined(site.spec, here, mx.__version__)
         if reason:
             raise Unsupported(reason)
-    return BUILDERS[language](site.spec, site.tensors, shape, here)
+    return BUILDERS[language](site.spec, site.tensors, chosen, here)
 
 
-def _install(site: Site, run: Callable[..., Any]) -> None:
-    module, kind = site.module, getattr(mx, site.spec.dtype)
+class OneToken:
+    """What stands in for one object's call where x is one token of this type; otherwise ``plain``
+    does, if it has one. Both are called with the object first.
+
+    A deep copy of the object has arrays of its own, which no kernel knows: it has no such call.
+    """
+
+    def __init__(self, kind: Any, enter: Callable, plain: Callable | None = None):
+        self.kind, self.enter, self.plain = kind, enter, plain
+
+    def __deepcopy__(self, memo: dict) -> None:
+        return None
+
+
+def _calls(site: Site, run: Callable[..., Any]) -> list[tuple[Any, OneToken]]:
+    """The calls of the site's module and of its companion."""
+    kind = getattr(mx, site.spec.dtype)
     mx.eval(site.tensors.small)
     enter = site.enter(run)
-    original = type(module).__call__
-    plain = site.plain or (lambda *args, **kwargs: original(module, *args, **kwargs))
     if parity.wanted():
-        enter = parity.probe.watch(site.path, enter, plain)
-    for companion, make in site.companions:
-        _replace(companion, _for_one_token(type(companion).__call__, make(), kind))
-    _replace(module, _for_one_token(original, enter, kind, site.plain))
+        own = site.plain or type(site.module).__call__
+        enter = parity.probe.watch(site.path, enter, own)
+    calls = [(site.module, OneToken(kind, enter, site.plain))]
+    if site.companion:
+        companion, call = site.companion
+        calls.append((companion, OneToken(kind, call)))
+    return calls
 
 
-def _for_one_token(
-    original: Callable, enter: Callable, kind: Any, plain: Callable | None = None
-) -> Callable[..., Any]:
-    """The call that stands in: one token of the expected type is fused, all else is as before."""
-
+@cache
+def _fused_class(before: type) -> type:
     def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if x.size == x.shape[-1] and x.dtype == kind:
-            return enter(x, *args, **kwargs)
-        if plain is not None:
-            return plain(x, *args, **kwargs)
-        return original(self, x, *args, **kwargs)
+        one = getattr(self, CALL)
+        if one is not None:
+            if x.size == x.shape[-1] and x.dtype == one.kind:
+                return one.enter(self, x, *args, **kwargs)
+            if one.plain is not None:
+                return one.plain(self, x, *args, **kwargs)
+        return before.__call__(self, x, *args, **kwargs)
 
-    return call
-
-
-def _replace(module: Any, call: Callable) -> None:
-    before = type(module)
     fields = {
         "__call__": call,
         "__module__": before.__module__,
@@ -164,7 +207,12 @@ def _replace(module: Any, call: Callable) -> None:
         "__doc__": before.__doc__,
         MARK: before,
     }
-    object.__setattr__(module, "__class__", type(before.__name__, (before,), fields))
+    return type(before.__name__, (before,), fields)
+
+
+def _put(module: Any, kind: type, call: OneToken | None) -> None:
+    object.__setattr__(module, CALL, call)
+    object.__setattr__(module, "__class__", kind)
 
 
 def unfuse(model: Any) -> int:
@@ -172,12 +220,19 @@ def unfuse(model: Any) -> int:
 
     Raises UserError if something else has been put over a fused module since: take that off first.
     """
-    count = 0
+    return len(_lift(model))
+
+
+def _lift(model: Any) -> list[tuple[Any, type, OneToken | None]]:
+    """Unfuse; the modules, with what makes them fused again."""
+    found: dict[int, tuple[Any, type, OneToken | None]] = {}
     for path, module in model.named_modules():
         kind = type(module)
         if MARK in vars(kind):
-            object.__setattr__(module, "__class__", vars(kind)[MARK])
-            count += 1
+            found[id(module)] = module, kind, getattr(module, CALL)
         elif getattr(kind, MARK, None) is not None:
             raise UserError("another change lies over the fused call; take it back first", path)
-    return count
+    for module, kind, _ in found.values():
+        object.__setattr__(module, "__class__", vars(kind)[MARK])
+        object.__delattr__(module, CALL)
+    return list(found.values())

@@ -51,7 +51,7 @@ def projection(
             scales = scales.astype(kind)
         elif form.mode == "nvfp4":
             scales = mx.random.randint(0x20, 0x30, groups).astype(mx.uint8)  # about 0.06 to 1
-            factor = mx.full((experts,), gain * 448 * 6) if scaled else None
+            factor = mx.full((experts,), gain) if scaled else None
         else:  # powers of two about the gain; mxfp8's bytes reach 448, so far smaller, and no NaN
             low = 127 - (11 if form.mode == "mxfp4" else 16)
             scales = mx.random.randint(low, low + 3, groups).astype(mx.uint8)

@@ -4,22 +4,21 @@ The layouts are MLX's (``mx.quantize``): along each row, ``bits``-wide integers 
 first into a stream of bytes, one scale (affine: and one bias) for every ``group`` of weights.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from .classes import Unsupported, known
+
 AFFINE_BITS = (4, 6, 8)
 AFFINE_GROUPS = (32, 64, 128)
 FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
-GLOBAL_SCALE_UNIT = 448.0 * 6.0  # nvfp4: largest e4m3 times largest e2m1
+NVFP4_MOST = 448.0 * 6.0  # largest e4m3 times largest e2m1
 CHUNK = 32  # weights that a lane takes at once
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-class Unsupported(Exception):
-    """Why something is left to its own path; the text goes into the report."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,8 @@ class Format:
 class Projection:
     """One (expert-stacked or plain) linear map: rows x columns, all arrays as the module has them.
 
-    bias: [experts, rows] or [rows] or None; global_scale: [experts] float32 or None (nvfp4).
+    bias: [experts, rows] or [rows] or None; factor: of each expert's output before the bias,
+    [experts] float32, or None (nvfp4's global scale).
     """
 
     format: Format
@@ -64,20 +64,25 @@ class Projection:
     scales: Any
     biases: Any
     bias: Any
-    global_scale: Any
+    factor: Any
+
+
+def type_name(dtype: Any) -> str:
+    """As "bfloat16"."""
+    return str(dtype).rpartition(".")[2]
 
 
 def describe(module: Any, dtype: Any) -> Projection:
-    """A linear or switch layer's format; raises Unsupported with the reason.
+    """A linear or switch layer's format, of one of the classes in ``LAYERS``; raises Unsupported
+    with the reason.
 
     dtype: the activations' (mx.bfloat16 or mx.float16).
     """
-    weight = module["weight"]
-    bias = module.get("bias")
-    name = str(dtype).rpartition(".")[2]
+    home = known(module, LAYERS, "a layer")
+    weight, name = module["weight"], type_name(dtype)
     if "scales" not in module:
         if weight.dtype != dtype or name != "bfloat16":
-            raise Unsupported(f"unquantised {str(weight.dtype).rpartition('.')[2]} weights")
+            raise Unsupported(f"unquantised {type_name(weight.dtype)} weights")
         form, columns = Format("dense", 16, CHUNK, ""), weight.shape[-1]
     else:
         form = _quantised(module, name)
@@ -86,33 +91,81 @@ def describe(module: Any, dtype: Any) -> Projection:
         raise Unsupported(f"rows of {columns} weights are no multiple of {CHUNK}")
     if weight.ndim not in (2, 3):
         raise Unsupported(f"weights of {weight.ndim} dimensions")
+    bias = module.get("bias")
+    if bias is not None and bias.dtype != dtype:
+        raise Unsupported(f"{type_name(bias.dtype)} bias with {name} activations")
+    rows, experts = weight.shape[-2], weight.shape[0] if weight.ndim == 3 else 1
     return Projection(
         form,
-        weight.shape[-2],
+        rows,
         columns,
-        weight.shape[0] if weight.ndim == 3 else 1,
+        experts,
         weight,
         module.get("scales"),
         module.get("biases"),
         bias,
-        getattr(module, "global_scale", None),
+        LAYERS[home](module, form, experts),
     )
 
 
 def _quantised(module: Any, name: str) -> Format:
-    mode = getattr(module, "mode", "affine")
-    bits, group = module.bits, module.group_size
-    scale = str(module["scales"].dtype).rpartition(".")[2]
+    mode, bits, group = module.mode, module.bits, module.group_size
+    scale = type_name(module["scales"].dtype)
     if mode == "affine":
         if bits not in AFFINE_BITS:
             raise Unsupported(f"affine with {bits} bits")
         if group not in AFFINE_GROUPS:
             raise Unsupported(f"affine groups of {group}")
-        if scale != name:
-            raise Unsupported(f"{scale} scales with {name} activations")
+        for what in ("scales", "biases"):
+            if (kind := type_name(module[what].dtype)) != name:
+                raise Unsupported(f"{kind} {what} with {name} activations")
     elif FLOAT_MODES.get(mode) != (bits, group):
         raise Unsupported(f"mode {mode} with {bits} bits in groups of {group}")
     return Format(mode, bits, group, scale)
+
+
+def _no_factor(module: Any, form: Format, experts: int) -> None:
+    """Whatever is called a global scale on it, such a layer does not apply it."""
+
+
+def _factor_of_mlx(module: Any, form: Format, experts: int) -> Any:
+    """mlx-lm's global scale is MLX's: the expert's largest weight before it was scaled."""
+    scale = getattr(module, "global_scale", None)
+    return None if scale is None else _each(scale.astype(mx.float32) / NVFP4_MOST, form, experts)
+
+
+def _factor_of_checkpoint(module: Any, form: Format, experts: int) -> Any:
+    """mlx-vlm's: ModelOpt's ``weight_scale_2`` multiplies the layer's output, compressed-tensors'
+    ``weight_global_scale`` divides it."""
+    if module._quantize_activations:
+        raise Unsupported("activations quantised as weights are")
+    scale = module.global_scale.astype(mx.float32)
+    return _each(module.apply_scale(mx.array(1.0), scale), form, experts)
+
+
+def _each(factor: Any, form: Format, experts: int) -> Any:
+    """From one factor for all, one for each expert, or for each of its rows if those are equal."""
+    if form.mode != "nvfp4":
+        raise Unsupported(f"a global scale with mode {form.mode}")
+    if factor.size == 1:
+        return mx.broadcast_to(factor.reshape(1), (experts,))
+    rows = factor.reshape(experts, -1)
+    if not mx.all(rows == rows[:, :1]).item():
+        raise Unsupported("a global scale for each row")
+    return rows[:, 0]
+
+
+# The layers that are read: class -> what gives its factor.
+LAYERS: dict[str, Callable[[Any, Format, int], Any]] = {
+    "mlx.nn.layers.linear.Linear": _no_factor,
+    "mlx.nn.layers.quantized.QuantizedLinear": _no_factor,
+    "mlx_lm.models.switch_layers.SwitchLinear": _no_factor,
+    "mlx_lm.models.switch_layers.QuantizedSwitchLinear": _factor_of_mlx,
+    "mlx_vlm.models.switch_layers.SwitchLinear": _no_factor,
+    "mlx_vlm.models.switch_layers.QuantizedSwitchLinear": _no_factor,
+    "mlx_vlm.quantization.nvfp4.ScaledQuantizedLinear": _factor_of_checkpoint,
+    "mlx_vlm.quantization.nvfp4.ScaledQuantizedSwitchLinear": _factor_of_checkpoint,
+}
 
 
 def integers(weight: Any, form: Format) -> Any:
@@ -167,7 +220,6 @@ def unpack(projection: Projection, experts: Any = None) -> Any:
     if form.mode == "mxfp4":
         return values * spread(e8m0(scales))
     values = values * spread(e4m3(scales))
-    if projection.global_scale is not None:
-        factor = pick(projection.global_scale) / GLOBAL_SCALE_UNIT
-        values = values * factor.reshape(-1, *([1] * (values.ndim - 1)))
+    if projection.factor is not None:
+        values = values * pick(projection.factor).reshape(-1, *([1] * (values.ndim - 1)))
     return values
