@@ -217,7 +217,7 @@ def test_a_record_with_kernels_shows_them(tmp_path):
     text = (folder / "record.md").read_text()
     assert "kernel_attention<float, 4>" in text and "`cudaGraphLaunch`" in text
     assert "| `kernel_expert_gather` | 8 | 2 | 0.380 |" in text
-    assert "bounded by **host**; most of the loop is MLX's encoding" in text
+    assert "bounded by **host**; in the last traced pass most of the loop is MLX's encoding" in text
     assert "4.50 launches per token" in text
     assert "`work/timelines/abc.json.gz`, sha256" in text
     page = (folder / "record.html").read_text()

@@ -19,7 +19,7 @@ from .detection import detection
 from .dispatch import dispatch
 from .kernels import kernels as of_kernels
 from .results import Found, Results
-from .statistics import Figure, figure
+from .statistics import Figure, adopt, figure
 
 SCHEMA = "moescope/analysis/1"
 FUSED = {"fused", "fused_reference"}  # patches that leave the bytes of a token as they are
@@ -272,7 +272,11 @@ class Checkpoint:
         return {
             # Not committed: a file that Perfetto opens, by its place below work/ and its hash.
             "perfetto": {key: drawn[key] for key in ("file", "sha256")} if drawn else None,
-            "scopes": attribution.scopes(scopes, limits["conservation"])
+            "scopes": attribution.scopes(
+                scopes,
+                limits["conservation"],
+                adopt(terms.value.get("wall_ms"), "ms/token", [terms.file]) if terms else None,
+            )
             if scopes and scopes.value["passes"]
             else None,
             "same_tokens": (trace.value if trace else {}).get("same_tokens"),

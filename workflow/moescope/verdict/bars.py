@@ -9,7 +9,7 @@ from .results import Found
 from .statistics import Figure, adopt, figure
 
 SYNCHRONISERS = ("event_signal_kernel", "event_wait_kernel")
-TO_BUSY, TO_WALL, TWO_LENGTHS, INSTRUMENTS = 0.01, 0.02, 0.02, 0.05
+TO_BUSY, TWO_LENGTHS, INSTRUMENTS = 0.01, 0.02, 0.05
 
 APART = (
     "MLX's kernels of synchronisation compute nothing and wait, up to milliseconds, for memory "
@@ -44,7 +44,6 @@ def bars(
              limits["profiler_cost"]),
         _bar("kernels without a term", checks["unclassified"], limits["unclassified"]),
         _bar("terms against busy time", _to_busy(extra, files), TO_BUSY),
-        _bar("busy time and gap against the wall", _to_wall(extra, files), TO_WALL),
         _bar("window against two lengths", checks["window_disagreement"], TWO_LENGTHS),
         _bar("graphs' pass against the forced pass", checks["instruments_disagreement"],
              INSTRUMENTS),
@@ -90,15 +89,6 @@ def _to_busy(extra: dict[str, Any], files: list[str]) -> Figure | None:
     if not sums or len(sums) != len(busy):
         return None
     return figure([abs(a / b - 1) for a, b in zip(sums, busy, strict=True)], "share", files)
-
-
-def _to_wall(extra: dict[str, Any], files: list[str]) -> Figure | None:
-    parts = [extra.get(name) or [] for name in ("busy_ms", "host_gap_ms")]
-    walls = sorted(extra.get("wall_ms") or [])
-    if not walls or not parts[0] or len(parts[0]) != len(parts[1]):
-        return None
-    middle = (walls[(len(walls) - 1) // 2] + walls[len(walls) // 2]) / 2
-    return figure([abs((a + b) / middle - 1) for a, b in zip(*parts, strict=True)], "share", files)
 
 
 def _waits(extra: dict[str, Any], table: Found, files: list[str]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .results import Found
-from .statistics import Figure, adopt, figure, rounded
+from .statistics import Figure, adopt, figure, quotient, rounded
 
 PATTERNS = ("read", "copy", "gather")
 
@@ -66,26 +66,12 @@ def _later(ms: Figure, more: float) -> Figure:
 
 
 def _rate(size: int, ms: Figure, file: str, measured: dict[str, Figure]) -> dict[str, Any]:
-    def over(value: float) -> float:
-        return size / value * 1e3
-
-    achieved = figure([over(ms["value"])], "bytes/s", [file, *ms["files"]], ms["runs"])
-    achieved |= {"min": rounded(over(ms["max"])), "max": rounded(over(ms["min"])), "n": ms["n"]}
-    return {
-        "bytes": figure([size], "bytes/token", [file]),
-        "achieved": achieved,
-        "share": _share(achieved, measured.get("read")),
-        "copy_share": _share(achieved, measured.get("copy")),
-    }
-
-
-def _share(achieved: Figure, of: Figure | None) -> Figure | None:
-    if of is None:
-        return None
-    return achieved | {
-        "unit": "share",
-        "files": [*achieved["files"], *of["files"]],
-        "value": rounded(achieved["value"] / of["value"]),
-        "min": rounded(achieved["min"] / of["max"]),
-        "max": rounded(achieved["max"] / of["min"]),
+    bytes_ = figure([size], "bytes/token", [file])
+    second = {end: rounded(ms[end] / 1e3) for end in ("value", "min", "max")}
+    achieved = quotient(bytes_, ms | second, "bytes/s") | {"n": ms["n"]}
+    return {"bytes": bytes_, "achieved": achieved} | {
+        key: quotient(achieved, measured[way], "share") | {"n": ms["n"]}
+        if way in measured
+        else None
+        for key, way in (("share", "read"), ("copy_share", "copy"))
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 from .kernels import FORCED
 from .results import Results
-from .statistics import Figure, figure
+from .statistics import Figure, figure, quotient
 
 # What must be the same on every checkpoint of a series, but for the property it goes over.
 FACTS = ("layers", "moe_layers", "experts", "top_k", "shared_experts", "hidden", "expert_width")
@@ -126,10 +126,7 @@ def _gpu(arms: dict[str, Any], arm: str, base: str) -> Point:
             found["forced"] = found["forced"] or traced["method"] == FORCED
     if why is not None:
         return found | {"why": why}
-    one, two = blocks["base_ms"], blocks["ms"]
-    values = [one["min"] / two["max"], one["value"] / two["value"], one["max"] / two["min"]]
-    ratio = figure(values, "ratio", one["files"] + two["files"])
-    ratio |= {"n": min(one["n"], two["n"])}
+    ratio = quotient(blocks["base_ms"], blocks["ms"], "ratio")
     effect = "faster" if ratio["min"] > 1 else "slower" if ratio["max"] < 1 else "no effect"
     return found | blocks | {"ratio": ratio, "effect": effect}
 

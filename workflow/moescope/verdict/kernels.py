@@ -9,7 +9,7 @@ from .modules import modules as of_modules
 from .path import FORCED
 from .quantities import TERMS
 from .results import Found
-from .statistics import Figure, adopt, figure
+from .statistics import Figure, adopt, figure, less, quotient
 
 UNCLASSIFIED = "unclassified"
 SYNCHRONISATION = "synchronisation"  # MLX's own; no term of the model's
@@ -97,14 +97,13 @@ def kernels(
         **{
             name: adopt(extra.get(key), unit, files)
             for name, key, unit in (
-                ("busy", "busy_share", "share"),
                 ("busy_ms", "busy_ms", "ms/token"),
-                ("host_gap_ms", "host_gap_ms", "ms/token"),
                 ("wall_ms", "wall_ms", "ms/token"),
                 ("overlapping_ms", "overlapping_ms", "ms/token"),
                 ("model_busy_ms", "model_busy_ms", "ms/token"),
             )
         },
+        **_beside_the_wall(extra, files),
         "checks": checks,
         "bars": bars.bars(extra, checks, limits, table, files),
         "window": {
@@ -149,6 +148,18 @@ def kernels(
         if timeline and timeline.value
         else None,
     }
+
+
+def _beside_the_wall(extra: dict[str, Any], files: list[str]) -> dict[str, Figure | None]:
+    """The GPU's busy share of the token, and the rest of it. Busy time is of profiled passes, the
+    wall of passes without a profiler: no two of them are one pass, so both ranges count."""
+    busy, wall = (adopt(extra.get(name), "ms/token", files) for name in ("busy_ms", "wall_ms"))
+    if busy is None or wall is None:
+        return {
+            "busy": adopt(extra.get("busy_share"), "share", files),
+            "host_gap_ms": adopt(extra.get("host_gap_ms"), "ms/token", files),
+        }
+    return {"busy": quotient(busy, wall, "share"), "host_gap_ms": less(wall, busy)}
 
 
 def _terms(extra: dict[str, Any], files: list[str]) -> dict[str, dict[str, Figure | None]]:
