@@ -7,14 +7,11 @@ import pytest
 
 from fixture_results import CLAIMS, MOE_SHARES, Tree, read_rows, write_runs
 from moescope.errors import UserError
-from moescope.verdict import missing, path
+from moescope.verdict import missing
 from moescope.verdict.bound import bound
-from moescope.verdict.ceiling import ceiling
 from moescope.verdict.claims import judge
 from moescope.verdict.kernels import BLOCK
 from moescope.verdict.quantities import PATTERNS, TERMS, NotMeasuredError, evaluate, exists
-from moescope.verdict.results import Found
-from moescope.verdict.statistics import figure
 
 
 def analysis(tree: Tree, claims=None) -> dict:
@@ -466,42 +463,6 @@ def test_the_block_is_the_sum_of_its_terms_pass_by_pass(tmp_path):
     total = sum(part["ms"]["value"] for part in parts)
     assert found["block"]["ms"]["value"] == pytest.approx(total, rel=0.02)
     assert found["block"]["launches"]["unit"] == "launches/token"
-
-
-def test_a_fused_block_reads_the_shared_experts_weights_along():
-    made = Found(
-        {"bytes": {"per_token": {"total": 9, "expert_gather": 6, "shared_expert": 3}}}, "f"
-    )
-    ms = figure([1.0], "ms/token", ["g"])
-    gather, both = {"expert_gather": {"ms": ms}}, {t: {"ms": ms} for t in BLOCK}
-    size = lambda parts, fused: (  # noqa: E731
-        ceiling(made, ms, parts, {}, fused)["terms"]["expert_gather"]["bytes"]["value"]
-    )
-    assert (size(gather, True), size(gather, False), size(both, True)) == (9, 6, 6)
-
-
-def test_a_fused_blocks_second_kernel_counts_to_the_rate_though_it_is_called_the_combine():
-    """In two launches the second one reads a third of the experts' weights."""
-    rows = [
-        {
-            "kernel": "custom_kernel_moescope_gate_up_db07",
-            "term": "expert_gather",
-            "ms_per_token": "2",
-        },
-        {"kernel": "custom_kernel_moescope_down_0967", "term": "combine", "ms_per_token": "1"},
-        {"kernel": "copy_v<float>", "term": "combine", "ms_per_token": "7"},
-    ]
-    claimed = ["custom_kernel_moescope_gate_up*", "custom_kernel_moescope_down*"]
-    assert path.elsewhere_ms(claimed, rows) == 1.0
-    assert path.elsewhere_ms(claimed[:1], rows) == path.elsewhere_ms(None, rows) == 0.0
-    made = Found({"bytes": {"per_token": {"total": 900, "expert_gather": 600}}}, "a.json")
-    ms = figure([4.0], "ms/token", ["t.csv"])
-    parts = {"expert_gather": {"ms": figure([1.9, 2.0, 2.1], "ms/token", ["t.csv"])}}
-    found = ceiling(made, ms, parts, {}, True, 1.0)
-    rate = found["terms"]["expert_gather"]["achieved"]
-    assert rate["value"] == pytest.approx(600 / 3.0 * 1e3)
-    assert (rate["min"], rate["max"]) == pytest.approx((600 / 3.1 * 1e3, 600 / 2.9 * 1e3))
-    assert found["whole"]["achieved"]["value"] == pytest.approx(900 / 4.0 * 1e3)
 
 
 def test_a_kernel_trace_is_used_where_there_is_one(tmp_path):

@@ -25,6 +25,8 @@ TERM_NAMES = {
     "unclassified": "unclassified",
 }
 FORCED_PASS = " (forced pass)"
+# Whose time a rate of the experts is of, where both are shown.
+OWN_TIME, WHOLE_TERM = ", the fused kernels alone", ", the whole term"
 # What a figure of an arm that removes work is, where it bounds nothing (verdict.claims).
 NO_BOUND = {
     "longer": "no bound since the token is longer",
@@ -673,9 +675,10 @@ def candidates(record: Record) -> Table:
                 )
                 row.append(" → ".join(cells))
             read = ceilings.get(arm)
+            rate = _at(read, "terms", "expert_gather")
             for of in ("share", "copy_share"):
-                share = _at(read, "terms", "expert_gather", of) if read else None
-                row.append(show(share) + (_fallen_back(traced.get(arm)) if share else ""))
+                marks = _fallen_back(traced.get(arm)) + ("" if _at(rate, "of") else " (whole term)")
+                row.append(show(_at(rate, of)) + (marks if _at(rate, of) else ""))
             rows.append(row)
     head = ["checkpoint", "arm", "decode ÷ base", "of what skipping the block saves"]
     head += ["launches/token", "GPU busy ms/token", "launches of the block", "its ms/token"]
@@ -754,11 +757,14 @@ def ceilings(record: Record) -> Table:
             if record["results"][checkpoint]["arms"][arm]["role"] == "null":
                 continue
             least = ceiling["whole"]["bytes"]["value"] / 100
-            parts = {"whole token": ceiling["whole"]} | {
-                TERM_NAMES[term]: part
-                for term, part in ceiling["terms"].items()
-                if part["bytes"]["value"] >= least
-            }
+            parts = {"whole token": ceiling["whole"]}
+            for term, part in ceiling["terms"].items():
+                if part["bytes"]["value"] < least:
+                    continue
+                own = part.get("of") == "kernels"
+                parts[TERM_NAMES[term] + (OWN_TIME if own else "")] = part
+                if part.get("by_term"):
+                    parts[TERM_NAMES[term] + WHOLE_TERM] = part["by_term"]
             mark = _fallen_back(record["attribution"]["kernels"].get(checkpoint, {}).get(arm))
             for name, part in parts.items():
                 name += mark if part is not ceiling["whole"] else ""
@@ -903,6 +909,8 @@ def conditions(claim: dict[str, Any]) -> list[str]:
                 footing += ", drifting one way through the rounds"
             if entry.get("no_bound"):
                 footing += f", {NO_BOUND[entry['no_bound']]}"
+            if by_term := entry.get("by_term"):
+                footing += f" in its kernels' own time, {show(by_term)} in the whole term's"
             figure = f"{show(entry['figure'])}{footing}"
             parts.append(f"{name} is {figure}, claimed {asked}: {entry['state']}")
         settled = ", ".join(code(name) for name in found["settled_by"])

@@ -17,6 +17,7 @@ from .ceiling import bandwidths, ceiling
 from .crossover import crossover
 from .detection import detection
 from .dispatch import dispatch
+from .fused import Fused, fused
 from .kernels import kernels as of_kernels
 from .results import Found, Results
 from .statistics import Figure, adopt, figure
@@ -144,9 +145,13 @@ class Checkpoint:
     def _claimed(self, arm: str) -> list[str] | None:
         return (self.arms[arm].get("experts") or {}).get(self.name)
 
-    def _elsewhere_ms(self, arm: str) -> float:
-        table = self.results.table("trace", f"{self.name}.{arm}", "kernels.csv")
-        return path.elsewhere_ms(self._claimed(arm), table and table.value)
+    def _fused(self, arm: str, traced: dict[str, Any] | None) -> Fused:
+        return fused(
+            self._claimed(arm),
+            self.results.json("trace", f"{self.name}.{arm}", "terms.json", "moescope/terms/1"),
+            self.results.table("trace", f"{self.name}.{arm}", "kernels.csv"),
+            traced and traced["terms"],
+        )
 
     def _null(self) -> of_arms.Pairs | None:
         """The null arm beside the reference; None if either is void."""
@@ -188,8 +193,7 @@ class Checkpoint:
                 found["token_ms"],
                 usable,
                 bandwidths(self.host, self._trace(name)),
-                fused=bool(arm["patches"]),
-                elsewhere_ms=self._elsewhere_ms(name) if arm["patches"] else 0.0,
+                self._fused(name, found["kernels"]) if arm["patches"] else None,
             )
         )
         found["bound"] = bound(found["kernels"], found["ceiling"])

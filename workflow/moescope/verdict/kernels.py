@@ -5,6 +5,7 @@ from typing import Any
 
 from . import bars, path
 from .blocking import blocking
+from .fused import KERNELS, PRODUCTS, reads_the_shared_expert
 from .modules import modules as of_modules
 from .path import FORCED
 from .quantities import TERMS
@@ -288,7 +289,6 @@ def _path(
 
 # Terms whose weights are read by products alone, so that one kernel of them may read all of it.
 READ_WHOLE = ("expert_gather", "shared_expert", "head")
-PRODUCTS = ("GatherQMM", "GatherMM", "QuantizedMatmul", "Matmul", "CustomKernel")
 
 
 def readers(
@@ -298,9 +298,14 @@ def readers(
     with two kernels of products in a term it is not known which reads what."""
     if architecture is None:
         return {}
-    sizes = architecture.value["bytes"]["per_token"]
+    sizes = dict(architecture.value["bytes"]["per_token"])
+    own = path.claimed_rows(KERNELS, rows)
+    if own and reads_the_shared_expert(rows, architecture.value.get("moe_layers") or 0):
+        sizes["expert_gather"] += sizes.pop("shared_expert", 0)
     found = {}
     for term in READ_WHOLE:
+        if any(row["term"] != term for row in own) and term == path.TERM:
+            continue  # the second of two launches reads a part of them
         products = [
             row["kernel"]
             for row in rows

@@ -42,9 +42,10 @@ PATTERNS = {
     "gpu_lead.<term>": "the term's share of the GPU's busy time less the largest other term's",
     "busy": "share of the token's wall time in which the GPU is busy",
     "launches": "kernels launched per token",
-    "ceiling_share.<term>": "rate at which the term reads its bytes / bandwidth measured here",
-    "copy_share.<term>": "rate at which the term reads its bytes / bandwidth of a copy measured "
-    "here, whose read and written bytes both count",
+    "ceiling_share.<term>": "rate at which the term reads its bytes, or the kernels of a fused "
+    "block theirs in their own time / bandwidth measured here",
+    "copy_share.<term>": "the same rate / bandwidth of a copy measured here, whose read and "
+    "written bytes both count",
     "gpu_ms.<term>": "GPU time of the term per token",
     "gpu_launches.<term>": "kernels that the term launches per token",
     "decode_rate.<arm>": "tokens decoded per second",
@@ -204,9 +205,17 @@ def _operations(subject: dict[str, Any], arm: str, name: str) -> "Figure":
 
 def _ceiling(share: str) -> Reader:
     def read(subject: dict[str, Any], arm: str, term: str) -> "Figure":
-        found = _arm(subject, arm)["ceiling"]
-        if found is None or term not in found["terms"] or found["terms"][term][share] is None:
-            raise NotMeasuredError("no bandwidth was measured on this host")
+        entry = _arm(subject, arm)
+        found = entry["ceiling"]
+        if found is None:
+            raise NotMeasuredError(f"what {arm} reads of its weights is not known")
+        if term in found["unknown"]:
+            raise NotMeasuredError(found["unknown"][term])
+        if term not in found["terms"]:
+            _terms(subject, arm, "kernels" if entry["kernels"] else "scopes", term)
+            raise NotMeasuredError(f"the term {term} of {arm} reads no weights of its own")
+        if found["terms"][term][share] is None:
+            raise NotMeasuredError("no bandwidth was measured on this host beside the arm's trace")
         return found["terms"][term][share]
 
     return read
