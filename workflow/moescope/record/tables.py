@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..verdict.blocking import LEAST
+from ..verdict.blocks import alike
 from ..verdict.kernels import FORCED
 from .numbers import ABSENT, bound, show
 from .writers import Table, plain
@@ -446,10 +447,15 @@ def terms(record: Record, checkpoint: str) -> list[tuple[str, Table]]:
                 heads = [f"{code(arm)} ms/token", f"{code(arm)} share"]
                 parts.append((heads, ["ms", "share"], scopes[arm]["terms"]))
             if arm in kernels and not kernels[arm]["refused"]:
-                heads = ["GPU ms/token", "launches/token", "share of GPU time", "forced pass"]
-                keys = ["ms", "launches", "share", "forced_share"]
+                heads = ["GPU ms/token", "launches/token", "share of GPU time"]
+                keys = ["ms", "launches", "share"]
+                if kernels[arm]["method"] == FORCED:
+                    heads = [f"{head}, one forced pass" for head in heads]
+                else:
+                    heads.append("share in one forced pass")
+                    keys.append("forced_share")
                 if any(part["alone_ms"] for part in kernels[arm]["terms"].values()):
-                    heads.append("by themselves, ms/token")
+                    heads.append("by themselves in one pass, ms/token")
                     keys.append("alone_ms")
                 parts.append((heads, keys, kernels[arm]["terms"]))
         if parts:
@@ -526,6 +532,14 @@ def kernels(found: dict[str, Any], most: int = 20) -> Table:
     return columns([row[:kept] for row in rows], head[:kept], 3)
 
 
+def passes(found: dict[str, Any]) -> str:
+    """Of which passes a kernel trace's tables are."""
+    if found["method"] == FORCED:
+        return "of one forced pass"
+    several = any(part["ms"]["n"] > 1 for part in found["terms"].values())
+    return "medians over the passes" if several else "of one pass"
+
+
 def traced(record: Record) -> list[tuple[str, str, dict[str, Any]]]:
     """(checkpoint, arm, kernel trace) of all that were traced and are not void."""
     return [
@@ -598,21 +612,31 @@ def perfetto(record: Record) -> list[str]:
     ]
 
 
+def busy(record: Record) -> Table:
+    """The GPU's time of a token and the rest of it, over the passes."""
+    names = ("wall_ms", "busy_ms", "host_gap_ms")
+    rows = [
+        [code(checkpoint), code(arm), *(show(found[name]) for name in names), show(found["busy"])]
+        for checkpoint, arm, found in traced(record)
+    ]
+    head = ["checkpoint", "arm", "wall ms/token", "GPU busy", "GPU idle", "busy ÷ wall"]
+    return columns(rows, head, 2)
+
+
+PHASES = {"build": "building the graph", "encode": "encoding", "wait": "waiting"}
+
+
 def host_loop(record: Record) -> Table:
-    """The host beside the GPU: what its loop does, and how long the GPU idles meanwhile."""
+    """What the host's loop does in one pass, and how long the GPU idles meanwhile."""
     rows = []
     for checkpoint, arm, found in traced(record):
         host = found["host"]
-        phases = [
-            show(host[what].get(phase))
-            for phase in ("build", "encode", "wait")
-            for what in ("ms", "idle_ms")
-        ]
-        busy = [show(found[name]) for name in ("wall_ms", "busy_ms", "host_gap_ms")]
-        rows.append([code(checkpoint), code(arm), *busy, *phases])
-    head = ["checkpoint", "arm", "wall ms/token", "GPU busy", "GPU idle"]
-    for phase in ("building the graph", "encoding", "waiting"):
-        head += [phase, "GPU idle meanwhile"]
+        phases = [show(host[what].get(phase)) for phase in PHASES for what in ("ms", "idle_ms")]
+        if host["ms"]:
+            rows.append([code(checkpoint), code(arm), *phases])
+    head = ["checkpoint", "arm"]
+    for name in PHASES.values():
+        head += [f"{name}, ms/token", "GPU idle meanwhile"]
     return columns(rows, head, 2)
 
 
@@ -667,13 +691,12 @@ def candidates(record: Record) -> Table:
             row = [code(checkpoint), code(arm), _ratio(entry, against, "decode")]
             row.append(show(against["gain"]))
             pair = traced.get(against["base"]), traced.get(arm)
-            for path in (("launches",), ("busy_ms",), ("block", "launches"), ("block", "ms")):
-                cells = (
-                    show(_at(one, *path), spread=False)
-                    + (_fallen_back(one) if path[0] == "block" else "")
-                    for one in pair
-                )
-                row.append(" → ".join(cells))
+            row += [_arrow([_at(one, key) for one in pair]) for key in ("launches", "busy_ms")]
+            # Two instruments say different things of one block: without both traces there is none.
+            *blocks, forced = alike(*pair) if all(pair) else (None, None, False)
+            for key in ("launches", "ms"):
+                cells = [_at(block, key) for block in blocks]
+                row.append(_arrow(cells) + (FORCED_PASS if forced and all(cells) else ""))
             read = ceilings.get(arm)
             rate = _at(read, "terms", "expert_gather")
             for of in ("share", "copy_share"):
@@ -684,6 +707,10 @@ def candidates(record: Record) -> Table:
     head += ["launches/token", "GPU busy ms/token", "launches of the block", "its ms/token"]
     head += ["its experts' rate, of the read ceiling", "of the copy"]
     return columns(rows, head, 2)
+
+
+def _arrow(pair: list[dict[str, Any] | None]) -> str:
+    return " → ".join(show(one, spread=False) for one in pair)
 
 
 def _fallen_back(traced: dict[str, Any] | None) -> str:

@@ -164,8 +164,10 @@ def host_costs(record: Record) -> Table:
             ]
         )
     head = ["checkpoint", "arm", "wall ms/token", "processor ms/token, all threads"]
-    head += ["the same, traced", "of the loop's thread", "kernels/token", "graph launches/token"]
-    head += ["graph updates/token", "graph instantiations/token"]
+    head += ["the same, in one traced pass", "of the loop's thread, in it", "kernels/token"]
+    head += [
+        f"graph {what}/token, in one pass" for what in ("launches", "updates", "instantiations")
+    ]
     kept = [i for i in range(len(head)) if i < 3 or any(row[i] != ABSENT for row in rows)]
     return columns([[row[i] for i in kept] for row in rows], [head[i] for i in kept], 2)
 

@@ -85,6 +85,7 @@ def kernels(
         "method": extra.get("method"),
         "terms": parts,
         "block": _block(extra.get("terms") or {}, files),
+        "forced_block": _block(_forced_terms(extra), files),
         "largest": max(
             (term for term in parts if term != SYNCHRONISATION),
             key=lambda term: parts[term]["share"]["value"],
@@ -209,6 +210,16 @@ def _terms(extra: dict[str, Any], files: list[str]) -> dict[str, dict[str, Figur
             "alone_ms": adopt(alone.get(name, {}).get("ms"), "ms/token", files),
         }
     return found
+
+
+def _forced_terms(extra: dict[str, Any]) -> dict[str, Any]:
+    """The one forced pass as "terms" has its passes, where a trace has it."""
+    if extra.get("method") == FORCED:
+        return extra.get("terms") or {}
+    return {
+        name: {what: [value] for what, value in entry.items()}
+        for name, entry in (extra.get("forced_terms") or {}).items()
+    }
 
 
 def _block(terms: dict[str, Any], files: list[str]) -> dict[str, Figure] | None:

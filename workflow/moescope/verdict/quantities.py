@@ -52,9 +52,9 @@ PATTERNS = {
     "token_ms.<arm>": "time per decoded token",
     "prefill_rate.<arm>": "prompt tokens read per second",
     "cpu_ms.<arm>": "processor time of the host per decoded token, all threads of the process",
-    "graph_launches": "CUDA graphs launched per token",
-    "graph_updates": "CUDA graphs updated per token",
-    "graph_instantiations": "CUDA graphs instantiated per token",
+    "graph_launches": "CUDA graphs launched per token, in the last profiled pass",
+    "graph_updates": "CUDA graphs updated per token, in the last profiled pass",
+    "graph_instantiations": "CUDA graphs instantiated per token, in the last profiled pass",
     "synchronisation_ms": "time per token in which the GPU runs MLX's synchronisation alone",
 }
 
