@@ -7,7 +7,7 @@ import pytest
 
 from fixture_results import MOE_SHARES, Tree
 from moescope.verdict.blocks import alike
-from moescope.verdict.kernels import BLOCK
+from moescope.verdict.quantities import BLOCK
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 WHOLE = sum(MOE_SHARES[term] for term in BLOCK)

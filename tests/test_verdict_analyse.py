@@ -10,8 +10,7 @@ from moescope.errors import UserError
 from moescope.verdict import missing
 from moescope.verdict.bound import bound
 from moescope.verdict.claims import judge
-from moescope.verdict.kernels import BLOCK
-from moescope.verdict.quantities import PATTERNS, TERMS, NotMeasuredError, evaluate, exists
+from moescope.verdict.quantities import BLOCK, PATTERNS, TERMS, NotMeasuredError, evaluate, exists
 
 
 def analysis(tree: Tree, claims=None) -> dict:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .claims import meaning, no_bound
-from .quantities import PATH, NotMeasuredError, evaluate
+from .quantities import FORCED, PATH, NotMeasuredError, evaluate
 
 
 def answer(questions: list[dict[str, Any]], analysis: dict[str, Any]) -> list[dict[str, Any]]:
@@ -56,7 +56,10 @@ def _path(name: str, analysis: dict[str, Any], arm: str) -> dict[str, Any]:
     entry = analysis["checkpoints"][name]["arms"].get(arm) or {}
     traced = entry.get("kernels")
     if not traced or not traced["path"]["experts"]:
-        return {"kernels": [], "by_forced": False, "why": "no kernel trace that names them"}
+        why = "no kernel trace that names them"
+        if traced and traced["method"] == FORCED:
+            why = "the forced pass, which alone could tell, shows none that is known by its name"
+        return {"kernels": [], "by_forced": False, "why": why}
     found = traced["path"]
     return {
         "kernels": found["experts"],

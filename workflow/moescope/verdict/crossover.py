@@ -44,7 +44,7 @@ def crossover(
         found = results.json("inspect", name, "architecture.json", "moescope/architecture/1")
         if found is not None and found.value.get(over):
             facts[name] = found.value
-            at[name] = figure([found.value[over]], over.replace("_", " "), [found.file])
+            at[name] = figure([found.value[over]], "count", [found.file])
     refused = _refused(over, names, facts, entries)
     order = sorted(at, key=lambda name: (at[name]["value"], name))
     arms = asked.get("arms") or [

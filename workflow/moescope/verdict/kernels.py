@@ -8,16 +8,14 @@ from .blocking import blocking
 from .fused import KERNELS, PRODUCTS, reads_the_shared_expert
 from .modules import modules as of_modules
 from .path import FORCED
-from .quantities import TERMS
+from .quantities import BLOCK, SYNCHRONISATION, TERMS
 from .results import Found
 from .statistics import Figure, adopt, figure, less, quotient
 
 UNCLASSIFIED = "unclassified"
-SYNCHRONISATION = "synchronisation"  # MLX's own; no term of the model's
 SYNCHRONISERS = ("event_signal_kernel", "event_wait_kernel")
 
 # terms.json's numbers that say how far the trace may be trusted, all of them shares.
-BLOCK = ("router", "expert_gather", "activation", "combine", "shared_expert")
 CHECKS = (
     "profiler_cost",
     "profiler_wall_cost",
@@ -107,7 +105,7 @@ def kernels(
         },
         **_beside_the_wall(extra, files),
         "checks": checks,
-        "bars": bars.bars(extra, checks, limits, table, files),
+        "bars": bars.bars(extra, checks, limits, table, files, bool(_elsewhere(rows))),
         "window": {
             way: {
                 what: adopt(entry.get(what), f"{unit}/token", files)
@@ -204,8 +202,9 @@ def _terms(extra: dict[str, Any], files: list[str]) -> dict[str, dict[str, Figur
             )
             if waits and name != SYNCHRONISATION
             else None,
+            # Of synchronisation the forced pass tells nothing unless it has the term.
             "forced_share": figure([forced.get(name, {"ms": 0.0})["ms"] / whole], "share", files)
-            if whole
+            if whole and (name in forced or name != SYNCHRONISATION)
             else None,
             "alone_ms": adopt(alone.get(name, {}).get("ms"), "ms/token", files),
         }
@@ -252,6 +251,11 @@ def _of_table(table: Found) -> dict[str, dict[str, Figure | None]]:
     return _terms({"terms": terms}, [table.file])
 
 
+def _elsewhere(rows: path.Rows) -> path.Rows:
+    """A fused block's kernels that the trace counts to another term than the experts'."""
+    return [row for row in path.claimed_rows(KERNELS, rows) if row["term"] != path.TERM]
+
+
 def _path(
     extra: dict[str, Any], files: list[str], table: Found, proof: dict[str, Any]
 ) -> dict[str, Any]:
@@ -281,8 +285,26 @@ def _path(
                 "launches": figure([row["launches_per_token"]], "launches/token", counted),
                 "per_layer": adopt(row.get("per_layer"), "launches/layer", counted + files),
                 "ms": time(row["kernel"]),
+                "under": path.TERM,
             }
             for row in forced or found.get("experts", [])
+        ]
+        + [
+            {
+                "kernel": row["kernel"],
+                "launches": figure([float(row["launches_per_token"])], "launches/token", seen),
+                "per_layer": figure(
+                    [float(row["launches_per_token"]) / found["moe_layers"]],
+                    "launches/layer",
+                    seen + files,
+                )
+                if found.get("moe_layers")
+                else None,
+                "ms": figure([float(row["ms_per_token"])], "ms/token", seen),
+                "under": row["term"],
+            }
+            for row in _elsewhere(table.value)
+            for seen in [[table.file]]
         ],
         "uneven": [
             {

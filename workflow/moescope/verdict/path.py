@@ -9,7 +9,8 @@ from collections import defaultdict
 from fnmatch import fnmatchcase
 from typing import Any
 
-FORCED = "forced"  # terms.json's method where kernels.csv is of the forced pass
+from .quantities import FORCED
+
 TERM = "expert_gather"
 HELPERS = "copy_"  # copies of indices that a gathered product starts beside itself
 # How products of routed experts are called, MLX's and moescope's own. Whatever else the forced pass

@@ -25,6 +25,9 @@ TERMS = (
     "host_gap",
 )
 
+# The whole MoE block.
+BLOCK = ("router", "expert_gather", "activation", "combine", "shared_expert")
+
 # Pattern -> what it is. <term>, <arm> and <intervention> stand for a name.
 PATTERNS = {
     "share.<term>": "the term's share of the instrumented pass's wall time",
@@ -67,6 +70,9 @@ def misplaced(quantity: str, of: str) -> bool:
     """Does a quantity speak of the other time than a claim's ``of``, "wall" or "gpu"?"""
     return quantity.partition(".")[0] in {"wall": OF_GPU, "gpu": OF_WALL}[of]
 
+
+FORCED = "forced"  # the method of a kernel trace whose terms are of the forced pass alone
+SYNCHRONISATION = "synchronisation"  # MLX's own; no term of the model's
 
 # What an answer may name beside these: the kernels of the experts, with launches and times.
 PATH = "path"
@@ -121,8 +127,21 @@ def _terms(subject: dict[str, Any], arm: str, part: str, term: str) -> dict[str,
     if found["refused"]:
         raise NotMeasuredError(f"attribution of {arm} refused: {found['refused']}")
     if term not in found["terms"]:
-        raise NotMeasuredError(f"the term {term} does not occur in {arm}")
+        raise NotMeasuredError(_missing(term, arm, subject["arms"][arm], found, part))
     return found["terms"][term]
+
+
+def _missing(term: str, arm: str, entry: dict[str, Any], found: dict[str, Any], part: str) -> str:
+    """Why a pass has no such term: it is not there, or the pass cannot tell."""
+    forced = part == "kernels" and found["method"] == FORCED
+    if term == SYNCHRONISATION:
+        if forced:
+            return f"synchronisation of {arm} is not known by the forced pass"
+        return f"the trace of {arm} does not take synchronisation apart"
+    if term in BLOCK and any(patch.partition("=")[0] == "fused" for patch in entry["patches"]):
+        return f"the term {term} of {arm} is inside its fused kernels, or is not there"
+    where = "the forced pass of " if forced else ""
+    return f"the term {term} does not occur in {where}{arm}"
 
 
 def _of_scopes(key: str) -> Reader:
@@ -167,12 +186,12 @@ def _synchronisation(subject: dict[str, Any], arm: str, _: str) -> "Figure":
     """0 where the trace takes it apart and found none: then busy time is the model's alone. The
     forced pass does not tell."""
     traced = _arm(subject, arm)["kernels"]
-    told = traced and not traced["refused"] and traced["method"] != "forced"
-    if told and "synchronisation" not in traced["terms"]:
+    told = traced and not traced["refused"] and traced["method"] != FORCED
+    if told and SYNCHRONISATION not in traced["terms"]:
         busy, model = traced["busy_ms"], traced["model_busy_ms"]
         if busy and model and abs(busy["value"] - model["value"]) <= 1e-6 * busy["value"]:
             return busy | {"value": 0.0, "min": 0.0, "max": 0.0}
-    return _terms(subject, arm, "kernels", "synchronisation")["ms"]
+    return _terms(subject, arm, "kernels", SYNCHRONISATION)["ms"]
 
 
 def _against(key: str) -> Reader:
