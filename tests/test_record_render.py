@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fixture_results import SHAPE, Tree
+from fixture_results import ARMS, SHAPE, Tree
 from moescope.errors import UserError
-from moescope.record import charts, numbers, render, tables, trace_tables
+from moescope.record import assemble, charts, numbers, render, tables, trace_tables, writers
 from moescope.record.writers import Html, Markdown, Table, plain
+from moescope.verdict.quantities import PATTERNS
 from moescope.verdict.statistics import figure
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
@@ -222,7 +223,7 @@ def test_a_record_with_kernels_shows_them(tmp_path):
     assert "`work/timelines/abc.json.gz`, sha256" in text
     page = (folder / "record.html").read_text()
     assert "The terms of one decoded token of vlm on qwen3-moe" in page
-    assert "copy 10.8 GB/s" in text
+    assert "| 10.8 GB/s" in text
 
 
 @pytest.mark.parametrize(
@@ -293,9 +294,91 @@ def test_a_round_in_slices_is_not_called_minutes_apart(tmp_path, markdown):
     assert "minutes apart" not in text and "decode in turn, a slice of the tokens each" in text
 
 
-def test_each_bandwidth_names_its_checkpoint(markdown):
-    said = markdown.partition("Measured on this host in this session: ")[2].partition(". The")[0]
-    assert all(part.strip().startswith("`") for part in said.split(";")) and said
+def test_each_bandwidth_names_its_checkpoint_and_the_arms_whose_ceiling_it_is(record):
+    found = json.loads(json.dumps(record))
+    rows = tables.bandwidths(found).rows
+    assert [row[0] for row in rows] == [f"`{name}`" for name in found["ceilings"]]
+    arms = found["ceilings"]["qwen3-moe"]["arms"]
+    own = {way: rate | {"files": ["trace.json"]} for way, rate in arms["lm"]["bandwidths"].items()}
+    own["read"] |= dict.fromkeys(("value", "min", "max"), 77e9)
+    arms["lm"]["bandwidths"], arms["vlm-null"]["bandwidths"] = own, {}
+    rows = {row[1]: row for row in tables.bandwidths(found).rows if row[0] == "`qwen3-moe`"}
+    assert rows["`lm`"][2] == "77.0 GB/s" and rows["`vlm`"][2] != rows["`lm`"][2]
+    assert not any("vlm-null" in arms for arms in rows), "an arm without a ceiling has no share"
+
+
+def test_a_table_without_rows_is_a_sentence():
+    table = writers.Table(["a"], [], empty="the study has none.")
+    assert writers.Markdown().table(table, "Arms").strip() == "Arms: the study has none."
+    assert writers.Html({}).table(table) == "<p>The study has none.</p>\n"
+
+
+def test_no_record_has_a_table_without_rows(tmp_path, monkeypatch):
+    for name, arm in list(ARMS.items()):
+        if arm["role"] == "intervention":
+            monkeypatch.delitem(ARMS, name)
+    tree = Tree(tmp_path).make()
+    tree.analyse(claims=[])
+    folder = tree.record(TEMPLATES)
+    text, page = (folder / "record.md").read_text(), (folder / "record.html").read_text()
+    assert "The study has no intervention here." in text
+    assert not re.search(r"^\|[-:|]+\|\n(?!\|)", text, re.M) and "<tbody></tbody>" not in page
+
+
+@pytest.mark.parametrize("unit", ["max sm mhz", "bytes/year", "layers", ""])
+def test_an_unknown_unit_is_an_error(unit):
+    with pytest.raises(UserError, match="unit"):
+        numbers.show(figure([3201], unit, ["environment.json"]))
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "text"),
+    [
+        ("gpu.max_memory_mhz", 3201, "3201 MHz"),
+        ("gpu.power_limit_w", 700.0, "700 W"),
+        ("gpu.memory", 150754820096, "151 GB"),
+        ("last_level_cache", 33554432, "33.6 MB"),
+        ("performance_cores", 12, "12"),
+    ],
+)
+def test_facts_of_a_host_have_their_units(fact, value, text):
+    assert numbers.show(figure([value], assemble._unit(fact), ["e.json"])) == text
+
+
+def test_a_number_without_a_known_unit_makes_no_record():
+    with pytest.raises(UserError, match="memory_errors"):
+        assemble._unit("gpu.memory_errors")
+    with pytest.raises(UserError, match="cosine"):
+        assemble._sourced({"cosine": 0.5}, "forced", ["parity.json"])
+
+
+def test_each_quantity_s_bound_is_in_its_unit(record):
+    for pattern in PATTERNS:
+        share = "share" in pattern or pattern.split(".")[0] in ("lead", "saved", "gain", "busy",
+                                                                "gpu_lead")  # fmt: skip
+        assert numbers.bound(pattern, 0.5) == ("50 %" if share else "0.5")
+
+
+COUNTED = {
+    name: figure([count], "tokens", ["parity.json"])
+    for name, count in {"decided": 0, "decided_mismatches": 0, "tokens": 512}.items()
+}
+
+
+def test_no_mismatch_of_none_says_so():
+    assert tables._decided(COUNTED) == "none of 512 tokens is decided"
+    some = {"decided": figure([17], "tokens", ["p"])}
+    assert tables._decided(COUNTED | some) == "0 of 17"
+    assert tables._decided({}) == numbers.ABSENT
+
+
+def test_what_was_not_compared_neither_differs_nor_passes(markdown):
+    assert tables.greedy({"greedy": None}) == tables.greedy({}) == "not compared"
+    why = {"not_compared": "the command prints no token ids", "finite": None}
+    assert tables._voids(why) == (
+        "no, logits not seen; not compared: the command prints no token ids"
+    )
+    assert tables._voids({"finite": True}) == "no" and "| passes |" not in markdown
 
 
 def test_the_commands_name_the_record_s_own_study():

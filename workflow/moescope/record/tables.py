@@ -4,6 +4,7 @@ from typing import Any
 
 from ..verdict.blocking import LEAST
 from ..verdict.blocks import alike
+from ..verdict.ceiling import PATTERNS
 from ..verdict.kernels import FORCED
 from .numbers import ABSENT, bound, show
 from .writers import Table, plain
@@ -559,14 +560,22 @@ def expert_kernels(record: Record) -> Table:
                 [
                     code(checkpoint),
                     code(arm),
-                    code(row["kernel"]) + (FORCED_PASS if found["path"]["by_forced"] else ""),
+                    code(row["kernel"]) + _under(row, found),
                     show(row["launches"]),
                     show(row["per_layer"]),
                     show(row["ms"]),
                 ]
             )
     head = ["checkpoint", "arm", "kernel of the experts", "launches/token", "per MoE layer"]
-    return columns(rows, [*head, "ms/token"], 3)
+    table = columns(rows, [*head, "ms/token"], 3)
+    table.empty = "no trace names kernels of routed experts."
+    return table
+
+
+def _under(row: dict[str, Any], found: dict[str, Any]) -> str:
+    if row["under"] != "expert_gather":
+        return f" (counted as {TERM_NAMES.get(row['under'], plain(row['under']))})"
+    return FORCED_PASS if found["path"]["by_forced"] else ""
 
 
 def uneven(record: Record) -> list[str]:
@@ -675,6 +684,7 @@ def interventions(record: Record) -> Table:
     kept = [i for i in range(len(head)) if i < 8 or any(row[i] != ABSENT for row in rows)]
     table = columns([[row[i] for i in kept] for row in rows], [head[i] for i in kept], 3)
     table.numbers.discard(6)
+    table.empty = "the study has no intervention here."
     return table
 
 
@@ -804,13 +814,17 @@ def ceilings(record: Record) -> Table:
     return columns(rows, head, 3)
 
 
-def bandwidths(record: Record) -> list[str]:
-    """The measured ceilings, in words."""
-    found = [
-        (name, ", ".join(f"{way} {show(rate)}" for way, rate in entry["bandwidths"].items()))
-        for name, entry in record["ceilings"].items()
-    ]
-    return [f"{code(name)} {rates}" for name, rates in found if rates]
+def bandwidths(record: Record) -> Table:
+    """The measured bandwidths, each with the arms whose shares are of it."""
+    rows = []
+    for checkpoint, found in record["ceilings"].items():
+        by_arm = {arm: ceiling["bandwidths"] for arm, ceiling in found["arms"].items()}
+        for rates in [rates for rates in by_arm.values() if rates] or [found["bandwidths"]]:
+            arms = ", ".join(code(arm) for arm, own in by_arm.items() if own == rates)
+            row = [code(checkpoint), arms or ABSENT, *(show(rates.get(way)) for way in PATTERNS)]
+            if rates and row not in rows:
+                rows.append(row)
+    return columns(rows, ["checkpoint", "arms", *PATTERNS], 2)
 
 
 def parity(record: Record) -> Table:
@@ -827,21 +841,42 @@ def parity(record: Record) -> Table:
                     greedy(entry),
                     show(forced.get("top1_agreement")),
                     _plain_count(forced.get("max_abs_logit")),
-                    _plain_count(forced.get("decided_mismatches")),
+                    _decided(forced),
                     _plain_count(forced.get("perplexity_ratio")),
-                    f"**void**: {plain(entry['void'])}" if entry.get("void") else "passes",
+                    _voids(entry),
                 ]
             )
     head = ["checkpoint", "arm", "greedy tokens", "top-1 agreement", "largest logit difference"]
-    head += ["decided mismatches", "perplexity ratio", "parity"]
+    head += ["decided mismatches", "perplexity ratio", "void"]
     table = columns(rows, head, 3)
     table.numbers.discard(7)
     return table
 
 
+def _decided(forced: dict[str, Any]) -> str:
+    """Mismatches of how many tokens at which the reference's choice is decided."""
+    count, of = forced.get("decided_mismatches"), forced.get("decided")
+    if count is None or of is None:
+        return ABSENT if count is None else f"{_plain_count(count)}, of how many is not known"
+    if not of["value"]:
+        return f"none of {_plain_count(forced.get('tokens'))} tokens is decided"
+    return f"{_plain_count(count)} of {_plain_count(of)}"
+
+
+def _voids(entry: dict[str, Any]) -> str:
+    """What speaks against using the arm's speed; that nothing does is no verdict on its tokens."""
+    if entry.get("void"):
+        return f"**void**: {plain(entry['void'])}"
+    seen = "no" if entry.get("finite") else "no, logits not seen"
+    why = entry.get("not_compared")
+    return f"{seen}; not compared: {plain(why)}" if why else seen
+
+
 def greedy(entry: dict[str, Any]) -> str:
     """An arm's greedy tokens beside the reference's, in words."""
-    found = entry.get("greedy") or {}
+    found = entry.get("greedy")
+    if not found:
+        return "not compared"
     if found.get("identical"):
         return "identical"
     at, gap = found.get("first_divergence"), found.get("logit_gap")

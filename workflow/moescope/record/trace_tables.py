@@ -226,7 +226,8 @@ def _answer(found: dict[str, Any]) -> list[str]:
             footing = " by the forced pass" if path["by_forced"] else ""
             parts.append(f"{code(name)} runs{footing} {', '.join(kernels)}")
     if found["paths"] and not any(path["kernels"] for path in found["paths"].values()):
-        parts.append("kernels: no kernel trace that names them")
+        why = dict.fromkeys(plain(path["why"]) for path in found["paths"].values())
+        parts.append(f"kernels: {', '.join(why)}")
     if found["not_measured"]:
         parts.append(f"not measured: {plain(found['not_measured'])}")
     return parts
