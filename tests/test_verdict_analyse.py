@@ -10,7 +10,7 @@ from moescope.errors import UserError
 from moescope.verdict import missing
 from moescope.verdict.bound import bound
 from moescope.verdict.claims import judge
-from moescope.verdict.quantities import BLOCK, PATTERNS, TERMS, NotMeasuredError, evaluate, exists
+from moescope.verdict.quantities import BLOCK, PATTERNS, TERMS, NotMeasuredError, evaluate, refused
 
 
 def analysis(tree: Tree, claims=None) -> dict:
@@ -644,13 +644,16 @@ def test_every_pattern_exists_and_can_be_evaluated(tmp_path):
 
     found = analysis(Tree(tmp_path, kernels=True, bandwidth=12e9, edit_run=timed).make())
     names = {"<term>": "attention", "<arm>": "lm", "<intervention>": "skip-experts"}
-    arms, interventions = ["vlm", "lm", "skip-experts"], ["skip-experts"]
+    names["<candidate>"] = "lm"
     for pattern in PATTERNS:
         name = pattern
         for placeholder, value in names.items():
             name = name.replace(placeholder, value)
-        assert exists(name, arms, interventions), name
+        assert refused(name, ROLES) is None, name
         assert evaluate(found, "qwen3-moe", name, "vlm")["files"], name
+
+
+ROLES = {"vlm": "reference", "lm": "candidate", "skip-experts": "intervention"}
 
 
 @pytest.mark.parametrize(
@@ -667,7 +670,24 @@ def test_every_pattern_exists_and_can_be_evaluated(tmp_path):
     ],
 )
 def test_quantities_that_do_not_exist(name):
-    assert not exists(name, ["vlm", "lm", "skip-experts"], ["skip-experts"])
+    assert refused(name, ROLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("gain.vlm", "'gain.vlm' is no quantity of this study; allowed after 'gain.': lm"),
+        ("gain.skip-experts", "allowed after 'gain.': lm"),
+        ("saved.lm", "allowed after 'saved.': skip-experts"),
+        ("ratio.none", "allowed after 'ratio.': vlm, lm, skip-experts"),
+        ("share.gather", "allowed after 'share.': router, expert_gather, "),
+        ("operations", "allowed: operations.total, operations.astype"),
+        ("speed", "'speed' is no quantity; allowed: share.<term>, "),
+    ],
+)
+def test_what_is_allowed_in_place_of_a_quantity(name, says):
+    assert says in refused(name, ROLES)
+    assert "it has no candidate" in refused("gain.lm", {"lm": "reference"})
 
 
 def test_quantities_stay_light():
@@ -681,7 +701,7 @@ def test_quantities_stay_light():
 
 def test_claims_of_the_fixture_use_quantities_that_exist():
     names = [condition["quantity"] for claim in CLAIMS for condition in claim["all"]]
-    assert all(exists(name, ["vlm"], ["skip-experts"]) for name in names)
+    assert not any(refused(name, ROLES) for name in names)
 
 
 def test_the_worker_and_the_verdict_name_the_same_terms():

@@ -28,15 +28,15 @@ TERMS = (
 # The whole MoE block.
 BLOCK = ("router", "expert_gather", "activation", "combine", "shared_expert")
 
-# Pattern -> what it is. <term>, <arm> and <intervention> stand for a name.
+# Pattern -> what it is. <term>, <arm>, <candidate> and <intervention> stand for names.
 PATTERNS = {
     "share.<term>": "the term's share of the instrumented pass's wall time",
     "lead.<term>": "the term's share of that wall time less the largest other term's",
     "saved.<intervention>": "1 - time per token of the intervention / of its base arm, by rounds",
     "ratio.<arm>": "decode rate of the arm / of the reference, by rounds",
     "prefill_ratio.<arm>": "prefill rate of the arm / of the reference, by rounds",
-    "gain.<arm>": "time per token that the arm saves / that skipping the whole MoE block saves, by "
-    "rounds",
+    "gain.<candidate>": "time per token that the arm saves / that skipping the whole MoE block "
+    "saves, by rounds",
     "expert_cost": "ms per token that one more routed expert costs (slope of the top_k sweep)",
     "fixed_share": "share of the token that does not depend on top_k (intercept of the sweep)",
     "operations.total": "primitives in the graph of one decoded token",
@@ -82,17 +82,28 @@ class NotMeasuredError(Exception):
     """The analysis has no such figure; the message says why, for the record's readers."""
 
 
-def exists(name: str, arms: list[str], intervention_arms: list[str]) -> bool:
-    """Is this a quantity of a study with these arms?"""
-    allowed = {"term": list(TERMS), "arm": arms, "intervention": intervention_arms}
+def refused(name: str, arms: dict[str, str]) -> str | None:
+    """Why this is no quantity of a study with these arms (name -> role), and what is allowed; or
+    None. Of a quantity that is known, the names that may follow it are told."""
+    names = {"term": list(TERMS), "arm": list(arms)}
+    for role in ("candidate", "intervention"):
+        names[role] = [arm for arm, of in arms.items() if of == role]
+    head = name.partition(".")[0]
     for pattern in PATTERNS:
-        head, _, kind = pattern.partition("<")
+        before, _, kind = pattern.partition("<")
         if not kind:
             if name == pattern:
-                return True
-        elif name.startswith(head) and name.removeprefix(head) in allowed[kind[:-1]]:
-            return True
-    return False
+                return None
+        elif before == f"{head}.":
+            allowed, kind = names[kind[:-1]], kind[:-1]
+            if name.removeprefix(before) in allowed:
+                return None
+            of = f"allowed after {before!r}: {', '.join(allowed)}"
+            return f"{name!r} is no quantity of this study; " + (
+                of if allowed else f"it has no {kind}"
+            )
+    alike = [pattern for pattern in PATTERNS if pattern.partition(".")[0] == head]
+    return f"{name!r} is no quantity; allowed: {', '.join(alike or PATTERNS)}"
 
 
 def evaluate(analysis: dict[str, Any], checkpoint: str, quantity: str, arm: str) -> "Figure":
