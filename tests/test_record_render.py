@@ -365,6 +365,33 @@ COUNTED = {
 }
 
 
+def test_the_reference_is_not_compared_with_itself(record):
+    rows = [row for row in tables.parity(record).rows if row[1] == "`vlm`"]
+    assert rows and all(row[2:7] == ["the reference itself", *["–"] * 4] for row in rows)
+
+
+def test_rates_of_the_instrumented_pass_are_called_so(markdown):
+    ceilings = markdown.partition("## Ceilings")[2].partition("\n## ")[0]
+    assert "| expert gather (instrumented pass) |" in ceilings and "a lower bound" in ceilings
+    assert "| whole token |" in ceilings
+
+
+def test_a_share_of_the_gpu_s_time_by_the_forced_pass_is_marked(tmp_path):
+    tree = Tree(tmp_path, kernels=True).make()
+    path = tree.folder("trace/qwen3-moe.vlm") / "terms.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"method": "forced"}))
+    tree.analyse()
+    text = (tree.record(TEMPLATES) / "record.md").read_text()
+    rows = [line for line in text.splitlines() if "| `skip_experts` |" in line]
+    assert [row.endswith("(forced pass) |") for row in rows if "qwen3-moe" in row] == [True]
+    assert not any(row.endswith("(forced pass) |") for row in rows if "qwen3-moe" not in row)
+
+
+def test_a_pair_with_one_side_unknown_is_no_pair():
+    one = figure([2], "launches/token", ["terms.json"])
+    assert tables._arrow([one, one]) == "2 → 2" and tables._arrow([one, None]) == "–"
+
+
 def test_no_mismatch_of_none_says_so():
     assert tables._decided(COUNTED) == "none of 512 tokens is decided"
     some = {"decided": figure([17], "tokens", ["p"])}
@@ -413,13 +440,12 @@ def test_a_question_about_a_candidate_s_rate_tells_its_tokens(record):
     assert re.search(r"greedy tokens of `lm`: `qwen3-moe` (identical|differ)", rows[0][2])
 
 
-def test_a_missed_bar_is_printed_on_its_side_of_the_limit():
-    missed = {"figure": figure([0.05042], "share", ["terms.json"]), "than": 0.05, "met": False}
-    assert trace_tables._beside(missed) == "5.042 %"
-    assert (
-        trace_tables._beside(missed | {"figure": figure([0.09], "share", ["terms.json"])})
-        == "9.0 %"
-    )
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.05042, "5.042 %"), (0.04979, "4.979 %"), (0.09, "9.0 %")]
+)
+def test_a_figure_is_printed_on_its_side_of_the_limit(share, text):
+    assert trace_tables._beside(figure([share], "share", ["terms.json"]), 0.05) == text
+    assert trace_tables._shown(figure([share], "share", ["terms.json"]), 0.05) == text
 
 
 def test_a_reference_with_changing_tokens_qualifies_parity(record):
@@ -446,7 +472,9 @@ def test_a_claim_says_when_it_stands_on_the_forced_pass_alone():
     assert "8.0 % by the forced pass alone, claimed" in tables.conditions(claim)[0]
     condition |= {"forced": False, "of_work": figure([0.09], "share", ["terms.json"])}
     assert "is 8.0 %, 9.0 % without synchronisation, claimed" in tables.conditions(claim)[0]
-    condition |= {"of_work": None, "drifts": True}
+    condition |= {"of_work": None, "unproved": True}
+    assert "8.0 %, of an arm whose kernels are not proved, claimed" in tables.conditions(claim)[0]
+    condition |= {"unproved": False, "drifts": True}
     assert "is 8.0 %, drifting one way through the rounds," in tables.conditions(claim)[0]
 
 

@@ -660,6 +660,7 @@ def cuda_calls(found: dict[str, Any], most: int = 8) -> Table:
 def interventions(record: Record) -> Table:
     rows = []
     for checkpoint, result in record["results"].items():
+        traced = record["attribution"]["kernels"].get(checkpoint, {})
         for arm, entry in result["arms"].items():
             against, removes = entry["against"], entry["removes"]
             if entry["role"] != "intervention" or entry["absent"]:
@@ -676,7 +677,9 @@ def interventions(record: Record) -> Table:
                     show(against["saved"]) if against else ABSENT,
                     terms,
                     show(removes["scopes_share"]) if removes else ABSENT,
-                    show(removes["gpu_share"]) if removes else ABSENT,
+                    _marked(removes["gpu_share"], traced.get(against["base"]))
+                    if removes
+                    else ABSENT,
                 ]
             )
     head = ["checkpoint", "arm", "change", "ms/token", "decode ÷ base", "time saved"]
@@ -720,7 +723,12 @@ def candidates(record: Record) -> Table:
 
 
 def _arrow(pair: list[dict[str, Any] | None]) -> str:
-    return " → ".join(show(one, spread=False) for one in pair)
+    """Base → candidate by medians; a dash where one of them is not known."""
+    return " → ".join(show(one, spread=False) for one in pair) if all(pair) else ABSENT
+
+
+def _marked(share: dict[str, Any] | None, traced: dict[str, Any] | None) -> str:
+    return show(share) + (_fallen_back(traced) if share else "")
 
 
 def _fallen_back(traced: dict[str, Any] | None) -> str:
@@ -802,7 +810,8 @@ def ceilings(record: Record) -> Table:
                 parts[TERM_NAMES[term] + (OWN_TIME if own else "")] = part
                 if part.get("by_term"):
                     parts[TERM_NAMES[term] + WHOLE_TERM] = part["by_term"]
-            mark = _fallen_back(record["attribution"]["kernels"].get(checkpoint, {}).get(arm))
+            traced = record["attribution"]["kernels"].get(checkpoint, {}).get(arm)
+            mark = _fallen_back(traced) if traced else " (instrumented pass)"
             for name, part in parts.items():
                 name += mark if part is not ceiling["whole"] else ""
                 figures = (show(part[key]) for key in ("bytes", "achieved", "share", "copy_share"))
@@ -832,6 +841,10 @@ def parity(record: Record) -> Table:
     for checkpoint, found in record["parity"].items():
         for arm, entry in found.get("arms", {}).items():
             if record["results"][checkpoint]["arms"][arm]["absent"]:
+                continue
+            if arm == record["reference"]:
+                itself = ["the reference itself", *[ABSENT] * 4, _voids(entry)]
+                rows.append([code(checkpoint), code(arm), *itself])
                 continue
             forced = entry.get("forced") or {}
             rows.append(
@@ -967,6 +980,8 @@ def conditions(claim: dict[str, Any]) -> list[str]:
             footing = " by the forced pass alone" if entry.get("forced") else ""
             if of_work:
                 footing += f", {show(of_work)} without synchronisation"
+            if entry.get("unproved"):
+                footing += ", of an arm whose kernels are not proved"
             if entry.get("drifts"):
                 footing += ", drifting one way through the rounds"
             if entry.get("no_bound"):

@@ -14,7 +14,9 @@ def bars(record: Record) -> Table:
     rows = []
     for checkpoint, arm, found in traced(record):
         for bar in found["bars"]:
-            by = ", ".join(f"{plain(one['name'])} {_shown(one['figure'])}" for one in bar["by"])
+            by = ", ".join(
+                f"{plain(one['name'])} {_shown(one['figure'], bar['than'])}" for one in bar["by"]
+            )
             why = f"{plain(bar['why'])} ({by})" if bar["why"] and by else plain(bar["why"] or "")
             if not why:
                 why = ABSENT if bar["met"] else "no measurement here explains it"
@@ -24,7 +26,7 @@ def bars(record: Record) -> Table:
                     code(arm),
                     plain(bar["bar"]),
                     f"{bar['than'] * 100:g} %",
-                    _beside(bar),
+                    _beside(bar["figure"], bar["than"]),
                     "met" if bar["met"] else "**not met**",
                     why,
                 ]
@@ -35,14 +37,14 @@ def bars(record: Record) -> Table:
     return table
 
 
-def _beside(bar: dict[str, Any]) -> str:
-    """A bar's figure; with three more digits where rounding would hide on which side it lies."""
-    percent, limit = bar["figure"]["value"] * 100, f"{bar['than'] * 100:g}"
-    return f"{percent:.4g} %" if f"{percent:.2g}" == limit else show(bar["figure"])
+def _beside(figure: dict[str, Any], than: float) -> str:
+    """A share; with more digits where rounding would hide on which side of its bar it lies."""
+    percent, limit = figure["value"] * 100, f"{than * 100:g}"
+    return f"{percent:.4g} %" if f"{percent:.2g}" == limit else show(figure)
 
 
-def _shown(figure: dict[str, Any]) -> str:
-    return show(figure) + (" ms/token" if figure["unit"] == "ms/token" else "")
+def _shown(figure: dict[str, Any], than: float) -> str:
+    return f"{show(figure)} ms/token" if figure["unit"] == "ms/token" else _beside(figure, than)
 
 
 def proofs(record: Record) -> list[str]:

@@ -198,6 +198,7 @@ class Checkpoint:
         )
         found["bound"] = bound(found["kernels"], found["ceiling"])
         found["cold"] = self._cold(name)
+        found["unproved"] = bool(self._unproved(name))
         return found
 
     def _absent(self, name: str) -> str | None:

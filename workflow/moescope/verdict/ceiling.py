@@ -63,12 +63,12 @@ def ceiling(
     }
     if fused and EXPERTS in terms:
         by_term = rate(EXPERTS, _later(parts[EXPERTS]["ms"], fused.elsewhere_ms))
-        del terms[EXPERTS]
         if fused.own is None:
             unknown[EXPERTS] = fused.why
+            del terms[EXPERTS]
         else:
             own = {"of": "kernels", "by_term": by_term if fused.mixed else None}
-            terms[EXPERTS] = rate(EXPERTS, fused.own) | own
+            terms[EXPERTS] = rate(EXPERTS, fused.own) | own  # in its place
     whole = rate("total", token_ms)
     return {
         "bandwidth": measured.get("read"),
