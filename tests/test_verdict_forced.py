@@ -73,6 +73,17 @@ def test_a_question_s_kernels_that_the_forced_pass_does_not_name(tmp_path):
     )
 
 
+def test_checkpoints_that_a_question_names_are_told_though_unknown(tmp_path, root):
+    tree = Tree(tmp_path, kernels=True).make()
+    by = {"asks": "how much?", "by": ["gpu_ms.router", "path"]}
+    named = by | {"checkpoints": ["qwen3-moe", "qwen3-dense"]}
+    tree.analyse(answers=[named, by])
+    text = (tree.record(root / "templates") / "record.md").read_text()
+    one, other = (line for line in text.splitlines() if "| how much? |" in line)
+    assert "`qwen3-dense` not measured (the term router does not occur in vlm)" in one
+    assert "`qwen3-dense`: no kernel trace that names them" in one and "not measured" not in other
+
+
 # A fused block in two launches: the second is the combine in the trace, and not in the forced pass.
 
 

@@ -215,6 +215,12 @@ def _answer(found: dict[str, Any]) -> list[str]:
     for entry in found["by"]:
         known = {name: at for name, at in entry["checkpoints"].items() if at["figure"]}
         values = [f"{code(name)} {_known(at)}" for name, at in known.items()]
+        if known and found.get("named"):
+            values += [
+                f"{code(name)} not measured ({plain(at['why'])})"
+                for name, at in entry["checkpoints"].items()
+                if not at["figure"]
+            ]
         if not known:
             why = dict.fromkeys(plain(at["why"]) for at in entry["checkpoints"].values())
             values = [f"not measured: {', '.join(why)}"]
@@ -227,7 +233,13 @@ def _answer(found: dict[str, Any]) -> list[str]:
         if kernels:
             footing = " by the forced pass" if path["by_forced"] else ""
             parts.append(f"{code(name)} runs{footing} {', '.join(kernels)}")
-    if found["paths"] and not any(path["kernels"] for path in found["paths"].values()):
+        elif found.get("named"):
+            parts.append(f"{code(name)}: {plain(path['why'])}")
+    if (
+        found["paths"]
+        and not found.get("named")
+        and not any(path["kernels"] for path in found["paths"].values())
+    ):
         why = dict.fromkeys(plain(path["why"]) for path in found["paths"].values())
         parts.append(f"kernels: {', '.join(why)}")
     if found["not_measured"]:
