@@ -652,7 +652,9 @@ class Tree:
                 "forced": {
                     "top1_agreement": 1.0,
                     "max_abs_logit": 0.00021,
+                    "decided": 21,
                     "decided_mismatches": 0,
+                    "tokens": 33,
                     "perplexity_ratio": 1.0000012,
                 },
                 "finite": True,

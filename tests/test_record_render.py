@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fixture_results import SHAPE, Tree
+from fixture_results import ARMS, SHAPE, Tree
 from moescope.errors import UserError
-from moescope.record import charts, numbers, render, tables, trace_tables
+from moescope.record import assemble, charts, numbers, render, tables, trace_tables, writers
 from moescope.record.writers import Html, Markdown, Table, plain
+from moescope.verdict.quantities import PATTERNS
 from moescope.verdict.statistics import figure
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
@@ -217,12 +218,12 @@ def test_a_record_with_kernels_shows_them(tmp_path):
     text = (folder / "record.md").read_text()
     assert "kernel_attention<float, 4>" in text and "`cudaGraphLaunch`" in text
     assert "| `kernel_expert_gather` | 8 | 2 | 0.380 |" in text
-    assert "bounded by **host**; most of the loop is MLX's encoding" in text
+    assert "bounded by **host**; in the last traced pass most of the loop is MLX's encoding" in text
     assert "4.50 launches per token" in text
     assert "`work/timelines/abc.json.gz`, sha256" in text
     page = (folder / "record.html").read_text()
     assert "The terms of one decoded token of vlm on qwen3-moe" in page
-    assert "copy 10.8 GB/s" in text
+    assert "| 10.8 GB/s" in text
 
 
 @pytest.mark.parametrize(
@@ -293,9 +294,118 @@ def test_a_round_in_slices_is_not_called_minutes_apart(tmp_path, markdown):
     assert "minutes apart" not in text and "decode in turn, a slice of the tokens each" in text
 
 
-def test_each_bandwidth_names_its_checkpoint(markdown):
-    said = markdown.partition("Measured on this host in this session: ")[2].partition(". The")[0]
-    assert all(part.strip().startswith("`") for part in said.split(";")) and said
+def test_each_bandwidth_names_its_checkpoint_and_the_arms_whose_ceiling_it_is(record):
+    found = json.loads(json.dumps(record))
+    rows = tables.bandwidths(found).rows
+    assert [row[0] for row in rows] == [f"`{name}`" for name in found["ceilings"]]
+    arms = found["ceilings"]["qwen3-moe"]["arms"]
+    own = {way: rate | {"files": ["trace.json"]} for way, rate in arms["lm"]["bandwidths"].items()}
+    own["read"] |= dict.fromkeys(("value", "min", "max"), 77e9)
+    arms["lm"]["bandwidths"], arms["vlm-null"]["bandwidths"] = own, {}
+    rows = {row[1]: row for row in tables.bandwidths(found).rows if row[0] == "`qwen3-moe`"}
+    assert rows["`lm`"][2] == "77.0 GB/s" and rows["`vlm`"][2] != rows["`lm`"][2]
+    assert not any("vlm-null" in arms for arms in rows), "an arm without a ceiling has no share"
+
+
+def test_a_table_without_rows_is_a_sentence():
+    table = writers.Table(["a"], [], empty="the study has none.")
+    assert writers.Markdown().table(table, "Arms").strip() == "Arms: the study has none."
+    assert writers.Html({}).table(table) == "<p>The study has none.</p>\n"
+
+
+def test_no_record_has_a_table_without_rows(tmp_path, monkeypatch):
+    for name, arm in list(ARMS.items()):
+        if arm["role"] == "intervention":
+            monkeypatch.delitem(ARMS, name)
+    tree = Tree(tmp_path).make()
+    tree.analyse(claims=[])
+    folder = tree.record(TEMPLATES)
+    text, page = (folder / "record.md").read_text(), (folder / "record.html").read_text()
+    assert "The study has no intervention here." in text
+    assert not re.search(r"^\|[-:|]+\|\n(?!\|)", text, re.M) and "<tbody></tbody>" not in page
+
+
+@pytest.mark.parametrize("unit", ["max sm mhz", "bytes/year", "layers", ""])
+def test_an_unknown_unit_is_an_error(unit):
+    with pytest.raises(UserError, match="unit"):
+        numbers.show(figure([3201], unit, ["environment.json"]))
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "text"),
+    [
+        ("gpu.max_memory_mhz", 3201, "3201 MHz"),
+        ("gpu.power_limit_w", 700.0, "700 W"),
+        ("gpu.memory", 150754820096, "151 GB"),
+        ("last_level_cache", 33554432, "33.6 MB"),
+        ("performance_cores", 12, "12"),
+    ],
+)
+def test_facts_of_a_host_have_their_units(fact, value, text):
+    assert numbers.show(figure([value], assemble._unit(fact), ["e.json"])) == text
+
+
+def test_a_number_without_a_known_unit_makes_no_record():
+    with pytest.raises(UserError, match="memory_errors"):
+        assemble._unit("gpu.memory_errors")
+    with pytest.raises(UserError, match="cosine"):
+        assemble._sourced({"cosine": 0.5}, "forced", ["parity.json"])
+
+
+def test_each_quantity_s_bound_is_in_its_unit(record):
+    for pattern in PATTERNS:
+        share = "share" in pattern or pattern.split(".")[0] in ("lead", "saved", "gain", "busy",
+                                                                "gpu_lead")  # fmt: skip
+        assert numbers.bound(pattern, 0.5) == ("50 %" if share else "0.5")
+
+
+COUNTED = {
+    name: figure([count], "tokens", ["parity.json"])
+    for name, count in {"decided": 0, "decided_mismatches": 0, "tokens": 512}.items()
+}
+
+
+def test_the_reference_is_not_compared_with_itself(record):
+    rows = [row for row in tables.parity(record).rows if row[1] == "`vlm`"]
+    assert rows and all(row[2:7] == ["the reference itself", *["–"] * 4] for row in rows)
+
+
+def test_rates_of_the_instrumented_pass_are_called_so(markdown):
+    ceilings = markdown.partition("## Ceilings")[2].partition("\n## ")[0]
+    assert "| expert gather (instrumented pass) |" in ceilings and "a lower bound" in ceilings
+    assert "| whole token |" in ceilings
+
+
+def test_a_share_of_the_gpu_s_time_by_the_forced_pass_is_marked(tmp_path):
+    tree = Tree(tmp_path, kernels=True).make()
+    path = tree.folder("trace/qwen3-moe.vlm") / "terms.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"method": "forced"}))
+    tree.analyse()
+    text = (tree.record(TEMPLATES) / "record.md").read_text()
+    rows = [line for line in text.splitlines() if "| `skip_experts` |" in line]
+    assert [row.endswith("(forced pass) |") for row in rows if "qwen3-moe" in row] == [True]
+    assert not any(row.endswith("(forced pass) |") for row in rows if "qwen3-moe" not in row)
+
+
+def test_a_pair_with_one_side_unknown_is_no_pair():
+    one = figure([2], "launches/token", ["terms.json"])
+    assert tables._arrow([one, one]) == "2 → 2" and tables._arrow([one, None]) == "–"
+
+
+def test_no_mismatch_of_none_says_so():
+    assert tables._decided(COUNTED) == "none of 512 tokens is decided"
+    some = {"decided": figure([17], "tokens", ["p"])}
+    assert tables._decided(COUNTED | some) == "0 of 17"
+    assert tables._decided({}) == numbers.ABSENT
+
+
+def test_what_was_not_compared_neither_differs_nor_passes(markdown):
+    assert tables.greedy({"greedy": None}) == tables.greedy({}) == "not compared"
+    why = {"not_compared": "the command prints no token ids", "finite": None}
+    assert tables._voids(why) == (
+        "no, logits not seen; not compared: the command prints no token ids"
+    )
+    assert tables._voids({"finite": True}) == "no" and "| passes |" not in markdown
 
 
 def test_the_commands_name_the_record_s_own_study():
@@ -330,13 +440,12 @@ def test_a_question_about_a_candidate_s_rate_tells_its_tokens(record):
     assert re.search(r"greedy tokens of `lm`: `qwen3-moe` (identical|differ)", rows[0][2])
 
 
-def test_a_missed_bar_is_printed_on_its_side_of_the_limit():
-    missed = {"figure": figure([0.05042], "share", ["terms.json"]), "than": 0.05, "met": False}
-    assert trace_tables._beside(missed) == "5.042 %"
-    assert (
-        trace_tables._beside(missed | {"figure": figure([0.09], "share", ["terms.json"])})
-        == "9.0 %"
-    )
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.05042, "5.042 %"), (0.04979, "4.979 %"), (0.09, "9.0 %")]
+)
+def test_a_figure_is_printed_on_its_side_of_the_limit(share, text):
+    assert trace_tables._beside(figure([share], "share", ["terms.json"]), 0.05) == text
+    assert trace_tables._shown(figure([share], "share", ["terms.json"]), 0.05) == text
 
 
 def test_a_reference_with_changing_tokens_qualifies_parity(record):
@@ -363,7 +472,9 @@ def test_a_claim_says_when_it_stands_on_the_forced_pass_alone():
     assert "8.0 % by the forced pass alone, claimed" in tables.conditions(claim)[0]
     condition |= {"forced": False, "of_work": figure([0.09], "share", ["terms.json"])}
     assert "is 8.0 %, 9.0 % without synchronisation, claimed" in tables.conditions(claim)[0]
-    condition |= {"of_work": None, "drifts": True}
+    condition |= {"of_work": None, "unproved": True}
+    assert "8.0 %, of an arm whose kernels are not proved, claimed" in tables.conditions(claim)[0]
+    condition |= {"unproved": False, "drifts": True}
     assert "is 8.0 %, drifting one way through the rounds," in tables.conditions(claim)[0]
 
 

@@ -97,7 +97,8 @@ def test_an_unquoted_null_is_the_null_role(config, root):
 def test_a_claim_over_a_quantity_that_does_not_exist(config, root):
     config["claims"][0]["all"][0]["quantity"] = "share.gather"
     text = complaint(config, root)
-    assert "'share.gather' is no quantity; allowed: " in text and "gather-dominates" in text
+    assert "'share.gather' is no quantity of this study; allowed after 'share.': router, " in text
+    assert "gather-dominates" in text
 
 
 def test_a_claim_over_an_arm_that_does_not_exist(config, root):
@@ -105,9 +106,46 @@ def test_a_claim_over_an_arm_that_does_not_exist(config, root):
     assert "'saved.skip-everything' is no quantity" in complaint(config, root)
 
 
-def test_a_claim_on_a_checkpoint_that_does_not_exist(config, root):
-    config["claims"][0]["checkpoints"] = ["deepseek-v5"]
-    assert "'deepseek-v5' is no checkpoint" in complaint(config, root)
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        (
+            "checkpoints",
+            ["deepseek-v5"],
+            "'deepseek-v5' is no checkpoint of this study; allowed: ",
+        ),
+        ("checkpoints", [], "checkpoints: the list is empty; name a checkpoint, or leave the key"),
+        ("checkpoints", ["qwen3-moe"] * 2, "checkpoints: 'qwen3-moe' is given twice"),
+        ("arm", "fused", "arm: 'fused' is no arm of this study; allowed: vlm, "),
+    ],
+)
+@pytest.mark.parametrize("what", ["claims", "answers"])
+def test_a_claim_or_answer_on_what_does_not_exist(config, root, what, key, value, says):
+    config.setdefault("answers", [{"asks": "how busy?", "by": ["busy"]}])
+    config[what][0][key] = value
+    text = complaint(config, root)
+    assert says in text and text.startswith(f"config.yaml: {what}.0")
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [([], "the list is empty"), (["qwen3-moe"] * 2, "'qwen3-moe' is given twice")],
+)
+def test_an_arm_s_checkpoints_are_named_once(config, root, value, says):
+    config["arms"]["lm"]["checkpoints"] = value
+    assert f"arms.lm.checkpoints: {says}" in complaint(config, root)
+
+
+def test_a_gain_is_a_candidate_s(config, root):
+    config["claims"][0]["all"][0]["quantity"] = "gain.vlm"
+    assert "allowed after 'gain.': lm" in complaint(config, root)
+
+
+def test_an_answer_names_the_claims_that_there_are(config, root):
+    config["answers"] = [{"asks": "is it?", "claims": ["none-such"]}]
+    assert "'none-such' is no claim of this study; allowed: gather-dominates" in complaint(
+        config, root
+    )
 
 
 def test_an_environment_without_its_lock_file(config, root):
@@ -325,7 +363,7 @@ def test_a_crossover_of_candidates_is_valid(swept, root):
         ({"arms": []}, "crossover.arms: "),
         ({"arm": "lm"}, "unknown key arm; allowed: over, arms, checkpoints"),
         ({"checkpoints": ["qwen3-moe"]}, "crossover.checkpoints: "),
-        ({"checkpoints": ["qwen3-moe"] * 2}, "crossover: a series has two different checkpoints"),
+        ({"checkpoints": ["qwen3-moe"] * 2}, "crossover.checkpoints: 'qwen3-moe' is given twice"),
         ({"checkpoints": ["qwen3-moe", "w1"]}, "crossover.checkpoints: 'w1' is no checkpoint"),
         ({"arms": ["lm", "lm"]}, "crossover.arms: 'lm' is given twice"),
         (

@@ -7,14 +7,10 @@ import pytest
 
 from fixture_results import CLAIMS, MOE_SHARES, Tree, read_rows, write_runs
 from moescope.errors import UserError
-from moescope.verdict import missing, path
+from moescope.verdict import missing
 from moescope.verdict.bound import bound
-from moescope.verdict.ceiling import ceiling
 from moescope.verdict.claims import judge
-from moescope.verdict.kernels import BLOCK
-from moescope.verdict.quantities import PATTERNS, TERMS, NotMeasuredError, evaluate, exists
-from moescope.verdict.results import Found
-from moescope.verdict.statistics import figure
+from moescope.verdict.quantities import BLOCK, PATTERNS, TERMS, NotMeasuredError, evaluate, refused
 
 
 def analysis(tree: Tree, claims=None) -> dict:
@@ -202,7 +198,7 @@ def test_bars_are_met_or_explained_by_a_measurement(tmp_path):
     head = arm(found, "qwen3-moe", "vlm")["kernels"]["terms"]["head"]
     assert head["alone_ms"]["value"] == pytest.approx(0.07 * 1.2)
     assert met.pop("graphs' pass against the forced pass") is False
-    assert set(met.values()) == {True} and len(met) == 6
+    assert set(met.values()) == {True} and len(met) == 5
     window = bar(found, "window")
     assert window["figure"]["value"] == 0.01 and "synchronisation" in window["why"]
     assert window["by"][0]["figure"]["value"] == 0.095
@@ -468,42 +464,6 @@ def test_the_block_is_the_sum_of_its_terms_pass_by_pass(tmp_path):
     assert found["block"]["launches"]["unit"] == "launches/token"
 
 
-def test_a_fused_block_reads_the_shared_experts_weights_along():
-    made = Found(
-        {"bytes": {"per_token": {"total": 9, "expert_gather": 6, "shared_expert": 3}}}, "f"
-    )
-    ms = figure([1.0], "ms/token", ["g"])
-    gather, both = {"expert_gather": {"ms": ms}}, {t: {"ms": ms} for t in BLOCK}
-    size = lambda parts, fused: (  # noqa: E731
-        ceiling(made, ms, parts, {}, fused)["terms"]["expert_gather"]["bytes"]["value"]
-    )
-    assert (size(gather, True), size(gather, False), size(both, True)) == (9, 6, 6)
-
-
-def test_a_fused_blocks_second_kernel_counts_to_the_rate_though_it_is_called_the_combine():
-    """In two launches the second one reads a third of the experts' weights."""
-    rows = [
-        {
-            "kernel": "custom_kernel_moescope_gate_up_db07",
-            "term": "expert_gather",
-            "ms_per_token": "2",
-        },
-        {"kernel": "custom_kernel_moescope_down_0967", "term": "combine", "ms_per_token": "1"},
-        {"kernel": "copy_v<float>", "term": "combine", "ms_per_token": "7"},
-    ]
-    claimed = ["custom_kernel_moescope_gate_up*", "custom_kernel_moescope_down*"]
-    assert path.elsewhere_ms(claimed, rows) == 1.0
-    assert path.elsewhere_ms(claimed[:1], rows) == path.elsewhere_ms(None, rows) == 0.0
-    made = Found({"bytes": {"per_token": {"total": 900, "expert_gather": 600}}}, "a.json")
-    ms = figure([4.0], "ms/token", ["t.csv"])
-    parts = {"expert_gather": {"ms": figure([1.9, 2.0, 2.1], "ms/token", ["t.csv"])}}
-    found = ceiling(made, ms, parts, {}, True, 1.0)
-    rate = found["terms"]["expert_gather"]["achieved"]
-    assert rate["value"] == pytest.approx(600 / 3.0 * 1e3)
-    assert (rate["min"], rate["max"]) == pytest.approx((600 / 3.1 * 1e3, 600 / 2.9 * 1e3))
-    assert found["whole"]["achieved"]["value"] == pytest.approx(900 / 4.0 * 1e3)
-
-
 def test_a_kernel_trace_is_used_where_there_is_one(tmp_path):
     tree = Tree(tmp_path, kernels=True).make()
     found = analysis(tree)
@@ -596,7 +556,8 @@ def test_a_command_shows_less(tmp_path):
 def test_the_resource_that_bounds(busy, share, resource):
     host = {"ms": {"build": {"value": 1.0}, "encode": {"value": 2.0}, "wait": {"value": 0.1}}}
     ceiling = {"whole": {"share": share and {"value": share}}}
-    found = bound({"busy": {"value": busy}, "host": host}, ceiling)
+    shares = dict.fromkeys(("value", "min", "max"), busy)
+    found = bound({"busy": shares, "host": host}, ceiling)
     assert found["resource"] == resource
     assert bound(None, ceiling) is None
 
@@ -683,13 +644,16 @@ def test_every_pattern_exists_and_can_be_evaluated(tmp_path):
 
     found = analysis(Tree(tmp_path, kernels=True, bandwidth=12e9, edit_run=timed).make())
     names = {"<term>": "attention", "<arm>": "lm", "<intervention>": "skip-experts"}
-    arms, interventions = ["vlm", "lm", "skip-experts"], ["skip-experts"]
+    names["<candidate>"] = "lm"
     for pattern in PATTERNS:
         name = pattern
         for placeholder, value in names.items():
             name = name.replace(placeholder, value)
-        assert exists(name, arms, interventions), name
+        assert refused(name, ROLES) is None, name
         assert evaluate(found, "qwen3-moe", name, "vlm")["files"], name
+
+
+ROLES = {"vlm": "reference", "lm": "candidate", "skip-experts": "intervention"}
 
 
 @pytest.mark.parametrize(
@@ -706,7 +670,24 @@ def test_every_pattern_exists_and_can_be_evaluated(tmp_path):
     ],
 )
 def test_quantities_that_do_not_exist(name):
-    assert not exists(name, ["vlm", "lm", "skip-experts"], ["skip-experts"])
+    assert refused(name, ROLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("gain.vlm", "'gain.vlm' is no quantity of this study; allowed after 'gain.': lm"),
+        ("gain.skip-experts", "allowed after 'gain.': lm"),
+        ("saved.lm", "allowed after 'saved.': skip-experts"),
+        ("ratio.none", "allowed after 'ratio.': vlm, lm, skip-experts"),
+        ("share.gather", "allowed after 'share.': router, expert_gather, "),
+        ("operations", "allowed: operations.total, operations.astype"),
+        ("speed", "'speed' is no quantity; allowed: share.<term>, "),
+    ],
+)
+def test_what_is_allowed_in_place_of_a_quantity(name, says):
+    assert says in refused(name, ROLES)
+    assert "it has no candidate" in refused("gain.lm", {"lm": "reference"})
 
 
 def test_quantities_stay_light():
@@ -720,7 +701,7 @@ def test_quantities_stay_light():
 
 def test_claims_of_the_fixture_use_quantities_that_exist():
     names = [condition["quantity"] for claim in CLAIMS for condition in claim["all"]]
-    assert all(exists(name, ["vlm"], ["skip-experts"]) for name in names)
+    assert not any(refused(name, ROLES) for name in names)
 
 
 def test_the_worker_and_the_verdict_name_the_same_terms():

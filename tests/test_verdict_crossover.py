@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from fixture_crossover import ARM, ASKED, series
 from fixture_results import Tree
 from moescope.files import read_json, write_json
+from moescope.verdict import crossover as module
 from moescope.verdict.crossover import _series, crossings, zone
+from moescope.verdict.statistics import figure
 
 WIDTHS = (768, 1792, 2880, 4096, 8192, 14336)
 
@@ -229,3 +231,21 @@ def test_checkpoints_that_make_no_series_are_refused(tmp_path, change, why):
 def test_without_arms_every_candidate_and_without_checkpoints_every_moe_subject(tmp_path):
     with series(tmp_path, {768: (1.5, 2.0), 4096: (0.8, 0.5)}) as tree:
         assert list(analysed(tree, {"over": "expert_width"})["crossover"]["arms"]) == [ARM]
+
+
+def test_two_blocks_by_two_instruments_are_compared_by_the_forced_pass():
+    def block(*ms):
+        return {"ms": figure(ms, "ms/token", ["terms.json"])}
+
+    def arm(method, block, forced):
+        traced = {"method": method, "refused": None, "block": block, "forced_block": forced}
+        return {"absent": None, "void": None, "kernels": traced}
+
+    base = arm("ranges", block(0.4, 0.5, 0.6), block(0.8))
+    arms = {"vlm": base, "fused": arm("forced", block(0.2), block(0.2))}
+    found = module._gpu(arms, "fused", "vlm")
+    assert found["forced"] and found["base_ms"]["value"] == 0.8
+    assert found["ratio"]["value"] == pytest.approx(4.0) and found["ratio"]["n"] == 1
+    base["kernels"]["forced_block"] = None
+    found = module._gpu(arms, "fused", "vlm")
+    assert found["ratio"] is None and found["why"] == "the forced pass of vlm shows no MoE block"

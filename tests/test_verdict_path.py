@@ -146,6 +146,18 @@ def test_an_arm_is_void_by_its_forced_pass(tmp_path):
     assert arm["against"] is None
 
 
+def test_a_claim_over_an_arm_whose_path_is_open_says_so(tmp_path):
+    tree = Tree(tmp_path, kernels=True).make()
+    fallen_back(tree, FUSED, 6)
+    claim = {"name": "faster", "says": "It is.", "of": "wall", "checkpoints": ["qwen3-moe"],
+             "all": [{"quantity": "ratio.lm", "is": ">", "than": 1.0},
+                     {"quantity": "ratio.vlm-null", "is": ">", "than": 1.0},
+                     {"quantity": "busy", "is": "<", "than": 0.5}]}  # fmt: skip
+    found = analysed(tree, ["custom_kernel_moescope_moe*"], claims=[claim])
+    conditions = found["claims"][0]["checkpoints"]["qwen3-moe"]["conditions"]
+    assert [entry["unproved"] for entry in conditions] == [True, False, False]
+
+
 def test_an_open_claim_is_told_with_its_reason(tmp_path):
     tree = Tree(tmp_path, kernels=True).make()
     fallen_back(tree, FUSED, 6)  # of four layers

@@ -127,10 +127,20 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+# The last name of a host's fact -> its unit, by the whole name or by how it ends.
+HOST_UNITS = {"memory": "bytes", "last_level_cache": "bytes", "_mhz": "MHz", "_w": "W"}
+HOST_UNITS |= {"cores": "count", "cores_physical": "count", "_cores": "count"}
+
+
 def _unit(path: str) -> str:
     last = path.rpartition(".")[2]
-    sizes = ("memory", "cache", "bytes")
-    return "bytes" if any(word in last for word in sizes) else last.replace("_", " ")
+    ends = (unit for end, unit in HOST_UNITS.items() if end[0] == "_" and last.endswith(end))
+    unit = HOST_UNITS.get(last) or next(ends, None)
+    if unit is None:
+        raise UserError(
+            f"the host's {path!r} is a number whose unit record/assemble.py does not know"
+        )
+    return unit
 
 
 def _pins(task: Task, results: Results) -> dict[str, Any]:
@@ -205,12 +215,10 @@ def _checkpoint(
     return {
         **kept,
         "facts": {
-            key: figure([facts[key]], key.replace("_", " "), file)
-            for key in names
-            if _is_number(facts.get(key))
+            key: figure([facts[key]], "count", file) for key in names if _is_number(facts.get(key))
         }
         | {
-            f"attention.{key}": figure([value], key.replace("_", " "), file)
+            f"attention.{key}": figure([value], "count", file)
             for key, value in sorted((facts.get("attention") or {}).items())
             if _is_number(value)
         },
@@ -288,10 +296,19 @@ def _parity(results: Results, name: str) -> dict[str, Any]:
     }
 
 
+# parity.json's numbers -> their units.
+PARITY_UNITS = {"top1_agreement": "share", "perplexity_ratio": "ratio"}
+PARITY_UNITS |= dict.fromkeys(("max_abs_logit", "logit_gap"), "logits")
+PARITY_UNITS |= dict.fromkeys(("decided", "decided_mismatches", "tokens"), "tokens")
+PARITY_UNITS |= dict.fromkeys(("first_divergence", "longest_loop", "period"), "tokens")
+
+
 def _sourced(value: Any, key: str, file: list[str]) -> Any:
     """The same value with each number made a Figure."""
     if _is_number(value):
-        return figure([value], "share" if key.endswith("agreement") else key, file)
+        if key not in PARITY_UNITS:
+            raise UserError(f"{file[0]}: the unit of {key!r} is not known")
+        return figure([value], PARITY_UNITS[key], file)
     if isinstance(value, dict):
         return {name: _sourced(item, name, file) for name, item in value.items()}
     if isinstance(value, list):

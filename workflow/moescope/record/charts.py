@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..verdict.path import FORCED
 from .numbers import exponent
 from .tables import TERM_NAMES
 
@@ -175,6 +176,8 @@ def terms(record: dict[str, Any]) -> Chart | None:
                 found = record["attribution"][part][checkpoint].get(arm)
                 if found is None or found["refused"] or entry["void"]:
                     continue
+                if unit and found["method"] == FORCED:
+                    unit = "GPU, forced pass"
                 label = " · ".join(filter(None, (checkpoint, arm, unit)))
                 for order, (term, name) in enumerate(TERM_NAMES.items()):
                     if term in found["terms"]:

@@ -42,7 +42,11 @@ def table(record: Record) -> Table:
 def _effect(point: dict[str, Any]) -> str:
     if point["why"]:
         return plain(point["why"])
-    marks = [mark for mark, key in (("drifts", "drifts"), ("forced pass", "forced")) if point[key]]
+    marks = [
+        mark
+        for mark, key in (("drifts", "drifts"), ("one forced pass each, no range", "forced"))
+        if point[key]
+    ]
     return point["effect"] + (f" ({', '.join(marks)})" if marks else "")
 
 

@@ -3,6 +3,8 @@
 from typing import Any
 
 from ..verdict.blocking import LEAST
+from ..verdict.blocks import alike
+from ..verdict.ceiling import PATTERNS
 from ..verdict.kernels import FORCED
 from .numbers import ABSENT, bound, show
 from .writers import Table, plain
@@ -25,6 +27,8 @@ TERM_NAMES = {
     "unclassified": "unclassified",
 }
 FORCED_PASS = " (forced pass)"
+# Whose time a rate of the experts is of, where both are shown.
+OWN_TIME, WHOLE_TERM = ", the fused kernels alone", ", the whole term"
 # What a figure of an arm that removes work is, where it bounds nothing (verdict.claims).
 NO_BOUND = {
     "longer": "no bound since the token is longer",
@@ -444,10 +448,15 @@ def terms(record: Record, checkpoint: str) -> list[tuple[str, Table]]:
                 heads = [f"{code(arm)} ms/token", f"{code(arm)} share"]
                 parts.append((heads, ["ms", "share"], scopes[arm]["terms"]))
             if arm in kernels and not kernels[arm]["refused"]:
-                heads = ["GPU ms/token", "launches/token", "share of GPU time", "forced pass"]
-                keys = ["ms", "launches", "share", "forced_share"]
+                heads = ["GPU ms/token", "launches/token", "share of GPU time"]
+                keys = ["ms", "launches", "share"]
+                if kernels[arm]["method"] == FORCED:
+                    heads = [f"{head}, one forced pass" for head in heads]
+                else:
+                    heads.append("share in one forced pass")
+                    keys.append("forced_share")
                 if any(part["alone_ms"] for part in kernels[arm]["terms"].values()):
-                    heads.append("by themselves, ms/token")
+                    heads.append("by themselves in one pass, ms/token")
                     keys.append("alone_ms")
                 parts.append((heads, keys, kernels[arm]["terms"]))
         if parts:
@@ -524,6 +533,14 @@ def kernels(found: dict[str, Any], most: int = 20) -> Table:
     return columns([row[:kept] for row in rows], head[:kept], 3)
 
 
+def passes(found: dict[str, Any]) -> str:
+    """Of which passes a kernel trace's tables are."""
+    if found["method"] == FORCED:
+        return "of one forced pass"
+    several = any(part["ms"]["n"] > 1 for part in found["terms"].values())
+    return "medians over the passes" if several else "of one pass"
+
+
 def traced(record: Record) -> list[tuple[str, str, dict[str, Any]]]:
     """(checkpoint, arm, kernel trace) of all that were traced and are not void."""
     return [
@@ -543,14 +560,22 @@ def expert_kernels(record: Record) -> Table:
                 [
                     code(checkpoint),
                     code(arm),
-                    code(row["kernel"]) + (FORCED_PASS if found["path"]["by_forced"] else ""),
+                    code(row["kernel"]) + _under(row, found),
                     show(row["launches"]),
                     show(row["per_layer"]),
                     show(row["ms"]),
                 ]
             )
     head = ["checkpoint", "arm", "kernel of the experts", "launches/token", "per MoE layer"]
-    return columns(rows, [*head, "ms/token"], 3)
+    table = columns(rows, [*head, "ms/token"], 3)
+    table.empty = "no trace names kernels of routed experts."
+    return table
+
+
+def _under(row: dict[str, Any], found: dict[str, Any]) -> str:
+    if row["under"] != "expert_gather":
+        return f" (counted as {TERM_NAMES.get(row['under'], plain(row['under']))})"
+    return FORCED_PASS if found["path"]["by_forced"] else ""
 
 
 def uneven(record: Record) -> list[str]:
@@ -596,21 +621,31 @@ def perfetto(record: Record) -> list[str]:
     ]
 
 
+def busy(record: Record) -> Table:
+    """The GPU's time of a token and the rest of it, over the passes."""
+    names = ("wall_ms", "busy_ms", "host_gap_ms")
+    rows = [
+        [code(checkpoint), code(arm), *(show(found[name]) for name in names), show(found["busy"])]
+        for checkpoint, arm, found in traced(record)
+    ]
+    head = ["checkpoint", "arm", "wall ms/token", "GPU busy", "GPU idle", "busy ÷ wall"]
+    return columns(rows, head, 2)
+
+
+PHASES = {"build": "building the graph", "encode": "encoding", "wait": "waiting"}
+
+
 def host_loop(record: Record) -> Table:
-    """The host beside the GPU: what its loop does, and how long the GPU idles meanwhile."""
+    """What the host's loop does in one pass, and how long the GPU idles meanwhile."""
     rows = []
     for checkpoint, arm, found in traced(record):
         host = found["host"]
-        phases = [
-            show(host[what].get(phase))
-            for phase in ("build", "encode", "wait")
-            for what in ("ms", "idle_ms")
-        ]
-        busy = [show(found[name]) for name in ("wall_ms", "busy_ms", "host_gap_ms")]
-        rows.append([code(checkpoint), code(arm), *busy, *phases])
-    head = ["checkpoint", "arm", "wall ms/token", "GPU busy", "GPU idle"]
-    for phase in ("building the graph", "encoding", "waiting"):
-        head += [phase, "GPU idle meanwhile"]
+        phases = [show(host[what].get(phase)) for phase in PHASES for what in ("ms", "idle_ms")]
+        if host["ms"]:
+            rows.append([code(checkpoint), code(arm), *phases])
+    head = ["checkpoint", "arm"]
+    for name in PHASES.values():
+        head += [f"{name}, ms/token", "GPU idle meanwhile"]
     return columns(rows, head, 2)
 
 
@@ -625,6 +660,7 @@ def cuda_calls(found: dict[str, Any], most: int = 8) -> Table:
 def interventions(record: Record) -> Table:
     rows = []
     for checkpoint, result in record["results"].items():
+        traced = record["attribution"]["kernels"].get(checkpoint, {})
         for arm, entry in result["arms"].items():
             against, removes = entry["against"], entry["removes"]
             if entry["role"] != "intervention" or entry["absent"]:
@@ -641,7 +677,9 @@ def interventions(record: Record) -> Table:
                     show(against["saved"]) if against else ABSENT,
                     terms,
                     show(removes["scopes_share"]) if removes else ABSENT,
-                    show(removes["gpu_share"]) if removes else ABSENT,
+                    _marked(removes["gpu_share"], traced.get(against["base"]))
+                    if removes
+                    else ABSENT,
                 ]
             )
     head = ["checkpoint", "arm", "change", "ms/token", "decode ÷ base", "time saved"]
@@ -649,6 +687,7 @@ def interventions(record: Record) -> Table:
     kept = [i for i in range(len(head)) if i < 8 or any(row[i] != ABSENT for row in rows)]
     table = columns([[row[i] for i in kept] for row in rows], [head[i] for i in kept], 3)
     table.numbers.discard(6)
+    table.empty = "the study has no intervention here."
     return table
 
 
@@ -665,22 +704,31 @@ def candidates(record: Record) -> Table:
             row = [code(checkpoint), code(arm), _ratio(entry, against, "decode")]
             row.append(show(against["gain"]))
             pair = traced.get(against["base"]), traced.get(arm)
-            for path in (("launches",), ("busy_ms",), ("block", "launches"), ("block", "ms")):
-                cells = (
-                    show(_at(one, *path), spread=False)
-                    + (_fallen_back(one) if path[0] == "block" else "")
-                    for one in pair
-                )
-                row.append(" → ".join(cells))
+            row += [_arrow([_at(one, key) for one in pair]) for key in ("launches", "busy_ms")]
+            # Two instruments say different things of one block: without both traces there is none.
+            *blocks, forced = alike(*pair) if all(pair) else (None, None, False)
+            for key in ("launches", "ms"):
+                cells = [_at(block, key) for block in blocks]
+                row.append(_arrow(cells) + (FORCED_PASS if forced and all(cells) else ""))
             read = ceilings.get(arm)
+            rate = _at(read, "terms", "expert_gather")
             for of in ("share", "copy_share"):
-                share = _at(read, "terms", "expert_gather", of) if read else None
-                row.append(show(share) + (_fallen_back(traced.get(arm)) if share else ""))
+                marks = _fallen_back(traced.get(arm)) + ("" if _at(rate, "of") else " (whole term)")
+                row.append(show(_at(rate, of)) + (marks if _at(rate, of) else ""))
             rows.append(row)
     head = ["checkpoint", "arm", "decode ÷ base", "of what skipping the block saves"]
     head += ["launches/token", "GPU busy ms/token", "launches of the block", "its ms/token"]
     head += ["its experts' rate, of the read ceiling", "of the copy"]
     return columns(rows, head, 2)
+
+
+def _arrow(pair: list[dict[str, Any] | None]) -> str:
+    """Base → candidate by medians; a dash where one of them is not known."""
+    return " → ".join(show(one, spread=False) for one in pair) if all(pair) else ABSENT
+
+
+def _marked(share: dict[str, Any] | None, traced: dict[str, Any] | None) -> str:
+    return show(share) + (_fallen_back(traced) if share else "")
 
 
 def _fallen_back(traced: dict[str, Any] | None) -> str:
@@ -754,12 +802,16 @@ def ceilings(record: Record) -> Table:
             if record["results"][checkpoint]["arms"][arm]["role"] == "null":
                 continue
             least = ceiling["whole"]["bytes"]["value"] / 100
-            parts = {"whole token": ceiling["whole"]} | {
-                TERM_NAMES[term]: part
-                for term, part in ceiling["terms"].items()
-                if part["bytes"]["value"] >= least
-            }
-            mark = _fallen_back(record["attribution"]["kernels"].get(checkpoint, {}).get(arm))
+            parts = {"whole token": ceiling["whole"]}
+            for term, part in ceiling["terms"].items():
+                if part["bytes"]["value"] < least:
+                    continue
+                own = part.get("of") == "kernels"
+                parts[TERM_NAMES[term] + (OWN_TIME if own else "")] = part
+                if part.get("by_term"):
+                    parts[TERM_NAMES[term] + WHOLE_TERM] = part["by_term"]
+            traced = record["attribution"]["kernels"].get(checkpoint, {}).get(arm)
+            mark = _fallen_back(traced) if traced else " (instrumented pass)"
             for name, part in parts.items():
                 name += mark if part is not ceiling["whole"] else ""
                 figures = (show(part[key]) for key in ("bytes", "achieved", "share", "copy_share"))
@@ -771,13 +823,17 @@ def ceilings(record: Record) -> Table:
     return columns(rows, head, 3)
 
 
-def bandwidths(record: Record) -> list[str]:
-    """The measured ceilings, in words."""
-    found = [
-        (name, ", ".join(f"{way} {show(rate)}" for way, rate in entry["bandwidths"].items()))
-        for name, entry in record["ceilings"].items()
-    ]
-    return [f"{code(name)} {rates}" for name, rates in found if rates]
+def bandwidths(record: Record) -> Table:
+    """The measured bandwidths, each with the arms whose shares are of it."""
+    rows = []
+    for checkpoint, found in record["ceilings"].items():
+        by_arm = {arm: ceiling["bandwidths"] for arm, ceiling in found["arms"].items()}
+        for rates in [rates for rates in by_arm.values() if rates] or [found["bandwidths"]]:
+            arms = ", ".join(code(arm) for arm, own in by_arm.items() if own == rates)
+            row = [code(checkpoint), arms or ABSENT, *(show(rates.get(way)) for way in PATTERNS)]
+            if rates and row not in rows:
+                rows.append(row)
+    return columns(rows, ["checkpoint", "arms", *PATTERNS], 2)
 
 
 def parity(record: Record) -> Table:
@@ -785,6 +841,10 @@ def parity(record: Record) -> Table:
     for checkpoint, found in record["parity"].items():
         for arm, entry in found.get("arms", {}).items():
             if record["results"][checkpoint]["arms"][arm]["absent"]:
+                continue
+            if arm == record["reference"]:
+                itself = ["the reference itself", *[ABSENT] * 4, _voids(entry)]
+                rows.append([code(checkpoint), code(arm), *itself])
                 continue
             forced = entry.get("forced") or {}
             rows.append(
@@ -794,21 +854,42 @@ def parity(record: Record) -> Table:
                     greedy(entry),
                     show(forced.get("top1_agreement")),
                     _plain_count(forced.get("max_abs_logit")),
-                    _plain_count(forced.get("decided_mismatches")),
+                    _decided(forced),
                     _plain_count(forced.get("perplexity_ratio")),
-                    f"**void**: {plain(entry['void'])}" if entry.get("void") else "passes",
+                    _voids(entry),
                 ]
             )
     head = ["checkpoint", "arm", "greedy tokens", "top-1 agreement", "largest logit difference"]
-    head += ["decided mismatches", "perplexity ratio", "parity"]
+    head += ["decided mismatches", "perplexity ratio", "void"]
     table = columns(rows, head, 3)
     table.numbers.discard(7)
     return table
 
 
+def _decided(forced: dict[str, Any]) -> str:
+    """Mismatches of how many tokens at which the reference's choice is decided."""
+    count, of = forced.get("decided_mismatches"), forced.get("decided")
+    if count is None or of is None:
+        return ABSENT if count is None else f"{_plain_count(count)}, of how many is not known"
+    if not of["value"]:
+        return f"none of {_plain_count(forced.get('tokens'))} tokens is decided"
+    return f"{_plain_count(count)} of {_plain_count(of)}"
+
+
+def _voids(entry: dict[str, Any]) -> str:
+    """What speaks against using the arm's speed; that nothing does is no verdict on its tokens."""
+    if entry.get("void"):
+        return f"**void**: {plain(entry['void'])}"
+    seen = "no" if entry.get("finite") else "no, logits not seen"
+    why = entry.get("not_compared")
+    return f"{seen}; not compared: {plain(why)}" if why else seen
+
+
 def greedy(entry: dict[str, Any]) -> str:
     """An arm's greedy tokens beside the reference's, in words."""
-    found = entry.get("greedy") or {}
+    found = entry.get("greedy")
+    if not found:
+        return "not compared"
     if found.get("identical"):
         return "identical"
     at, gap = found.get("first_divergence"), found.get("logit_gap")
@@ -899,10 +980,14 @@ def conditions(claim: dict[str, Any]) -> list[str]:
             footing = " by the forced pass alone" if entry.get("forced") else ""
             if of_work:
                 footing += f", {show(of_work)} without synchronisation"
+            if entry.get("unproved"):
+                footing += ", of an arm whose kernels are not proved"
             if entry.get("drifts"):
                 footing += ", drifting one way through the rounds"
             if entry.get("no_bound"):
                 footing += f", {NO_BOUND[entry['no_bound']]}"
+            if by_term := entry.get("by_term"):
+                footing += f" in its kernels' own time, {show(by_term)} in the whole term's"
             figure = f"{show(entry['figure'])}{footing}"
             parts.append(f"{name} is {figure}, claimed {asked}: {entry['state']}")
         settled = ", ".join(code(name) for name in found["settled_by"])

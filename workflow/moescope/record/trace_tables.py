@@ -14,7 +14,9 @@ def bars(record: Record) -> Table:
     rows = []
     for checkpoint, arm, found in traced(record):
         for bar in found["bars"]:
-            by = ", ".join(f"{plain(one['name'])} {_shown(one['figure'])}" for one in bar["by"])
+            by = ", ".join(
+                f"{plain(one['name'])} {_shown(one['figure'], bar['than'])}" for one in bar["by"]
+            )
             why = f"{plain(bar['why'])} ({by})" if bar["why"] and by else plain(bar["why"] or "")
             if not why:
                 why = ABSENT if bar["met"] else "no measurement here explains it"
@@ -24,7 +26,7 @@ def bars(record: Record) -> Table:
                     code(arm),
                     plain(bar["bar"]),
                     f"{bar['than'] * 100:g} %",
-                    _beside(bar),
+                    _beside(bar["figure"], bar["than"]),
                     "met" if bar["met"] else "**not met**",
                     why,
                 ]
@@ -35,14 +37,14 @@ def bars(record: Record) -> Table:
     return table
 
 
-def _beside(bar: dict[str, Any]) -> str:
-    """A bar's figure; with three more digits where rounding would hide on which side it lies."""
-    percent, limit = bar["figure"]["value"] * 100, f"{bar['than'] * 100:g}"
-    return f"{percent:.4g} %" if f"{percent:.2g}" == limit else show(bar["figure"])
+def _beside(figure: dict[str, Any], than: float) -> str:
+    """A share; with more digits where rounding would hide on which side of its bar it lies."""
+    percent, limit = figure["value"] * 100, f"{than * 100:g}"
+    return f"{percent:.4g} %" if f"{percent:.2g}" == limit else show(figure)
 
 
-def _shown(figure: dict[str, Any]) -> str:
-    return show(figure) + (" ms/token" if figure["unit"] == "ms/token" else "")
+def _shown(figure: dict[str, Any], than: float) -> str:
+    return f"{show(figure)} ms/token" if figure["unit"] == "ms/token" else _beside(figure, than)
 
 
 def proofs(record: Record) -> list[str]:
@@ -164,8 +166,10 @@ def host_costs(record: Record) -> Table:
             ]
         )
     head = ["checkpoint", "arm", "wall ms/token", "processor ms/token, all threads"]
-    head += ["the same, traced", "of the loop's thread", "kernels/token", "graph launches/token"]
-    head += ["graph updates/token", "graph instantiations/token"]
+    head += ["the same, in one traced pass", "of the loop's thread, in it", "kernels/token"]
+    head += [
+        f"graph {what}/token, in one pass" for what in ("launches", "updates", "instantiations")
+    ]
     kept = [i for i in range(len(head)) if i < 3 or any(row[i] != ABSENT for row in rows)]
     return columns([[row[i] for i in kept] for row in rows], [head[i] for i in kept], 2)
 
@@ -211,6 +215,12 @@ def _answer(found: dict[str, Any]) -> list[str]:
     for entry in found["by"]:
         known = {name: at for name, at in entry["checkpoints"].items() if at["figure"]}
         values = [f"{code(name)} {_known(at)}" for name, at in known.items()]
+        if known and found.get("named"):
+            values += [
+                f"{code(name)} not measured ({plain(at['why'])})"
+                for name, at in entry["checkpoints"].items()
+                if not at["figure"]
+            ]
         if not known:
             why = dict.fromkeys(plain(at["why"]) for at in entry["checkpoints"].values())
             values = [f"not measured: {', '.join(why)}"]
@@ -223,8 +233,15 @@ def _answer(found: dict[str, Any]) -> list[str]:
         if kernels:
             footing = " by the forced pass" if path["by_forced"] else ""
             parts.append(f"{code(name)} runs{footing} {', '.join(kernels)}")
-    if found["paths"] and not any(path["kernels"] for path in found["paths"].values()):
-        parts.append("kernels: no kernel trace that names them")
+        elif found.get("named"):
+            parts.append(f"{code(name)}: {plain(path['why'])}")
+    if (
+        found["paths"]
+        and not found.get("named")
+        and not any(path["kernels"] for path in found["paths"].values())
+    ):
+        why = dict.fromkeys(plain(path["why"]) for path in found["paths"].values())
+        parts.append(f"kernels: {', '.join(why)}")
     if found["not_measured"]:
         parts.append(f"not measured: {plain(found['not_measured'])}")
     return parts

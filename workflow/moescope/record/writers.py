@@ -14,11 +14,18 @@ SPECIAL = re.compile(r"[\\`*~\[\]|<]")
 
 @dataclass
 class Table:
-    """Head and rows of inline text; ``numbers`` are the columns that are set to the right."""
+    """Head and rows of inline text; ``numbers`` are the columns that are set to the right.
+
+    empty: what is written in the place of a table without rows.
+    """
 
     head: list[str]
     rows: list[list[str]]
     numbers: set[int] = field(default_factory=set)
+    empty: str = "no figure of it in this record."
+
+    def instead(self, caption: str) -> str:
+        return f"{caption}: {self.empty}" if caption else self.empty[0].upper() + self.empty[1:]
 
 
 def plain(text: object) -> str:
@@ -57,6 +64,9 @@ class Markdown:
         return f"\n\n**{verdict.capitalize()}:** {self.inline(says)}\n" + self.items(texts)
 
     def table(self, table: Table, caption: str = "") -> str:
+        if not table.rows:
+            return self.p(table.instead(caption))
+
         def row(cells: list[str]) -> str:
             return "| " + " | ".join(self.inline(cell) for cell in cells) + " |"
 
@@ -127,6 +137,9 @@ class Html:
         )
 
     def table(self, table: Table, caption: str = "") -> str:
+        if not table.rows:
+            return self.p(table.instead(caption))
+
         def cells(row: list[str], tag: str) -> str:
             parts = []
             for i, text in enumerate(row):

@@ -5,6 +5,7 @@ Every complaint is one line: the key, what stands there, what is allowed.
 
 import math
 import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -195,13 +196,7 @@ def _inconsistencies(study: Study, root: Path) -> list[str]:
                 f"arms.{name}.runtime: {arm.runtime!r} is no runtime of this study; "
                 f"allowed: {allowed}"
             )
-        for checkpoint in arm.checkpoints or []:
-            if checkpoint not in study.checkpoints:
-                allowed = ", ".join(study.checkpoints)
-                lines.append(
-                    f"arms.{name}.checkpoints: {checkpoint!r} is no checkpoint of this study; "
-                    f"allowed: {allowed}"
-                )
+        lines += _checkpoints(f"arms.{name}.checkpoints", arm.checkpoints, study)
     lines += _patches(study)
     references = study.role("reference")
     if len(references) != 1:
@@ -235,6 +230,32 @@ def _inconsistencies(study: Study, root: Path) -> list[str]:
     lines += _answers(study)
     lines += _crossover(study)
     return lines
+
+
+def _checkpoints(key: str, names: list[str] | None, study: Study) -> list[str]:
+    """A list of checkpoints that names none, one twice, or one that is not there."""
+    if names is None:
+        return []
+    if not names:
+        return [f"{key}: the list is empty; name a checkpoint, or leave the key out for all"]
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    lines = [f"{key}: {name!r} is given twice" for name in twice]
+    return lines + _unknown(key, names, "checkpoint", study.checkpoints)
+
+
+def _unknown(key: str, names: Iterable[str], what: str, known: Collection[str]) -> list[str]:
+    """A line for each name that the study does not have, with those that it has."""
+    allowed = ", ".join(known)
+    return [
+        f"{key}: {name!r} is no {what} of this study; "
+        + (f"allowed: {allowed}" if allowed else f"it has no {what}")
+        for name in dict.fromkeys(names)
+        if name not in known
+    ]
+
+
+def _roles(study: Study) -> dict[str, str]:
+    return {name: arm.role for name, arm in study.arms.items()}
 
 
 def _plain(value: Any, key: str) -> list[str]:
@@ -298,37 +319,23 @@ def _experts(study: Study) -> list[str]:
                 f"arms.{name}.experts: an arm with the role {arm.role} is not traced, so nothing "
                 "would prove it; allowed on: reference, candidate"
             )
-        for checkpoint in arm.experts if isinstance(arm.experts, dict) else ():
-            if checkpoint not in study.checkpoints:
-                lines.append(f"arms.{name}.experts: {checkpoint!r} is no checkpoint of this study")
+        by = arm.experts if isinstance(arm.experts, dict) else ()
+        lines += _unknown(f"arms.{name}.experts", by, "checkpoint", study.checkpoints)
     return lines
 
 
 def _answers(study: Study) -> list[str]:
     lines = []
-    interventions = study.role("intervention")
-    claims = {claim.name for claim in study.claims}
+    claims = [claim.name for claim in study.claims]
     for index, answer in enumerate(study.answers):
         key = f"answers.{index}"
         for quantity in answer.by:
-            known = quantities.exists(quantity, list(study.arms), interventions)
-            if quantity != quantities.PATH and not known:
-                lines.append(
-                    f"{key}: {quantity!r} is no quantity; allowed: {quantities.PATH}, "
-                    f"{', '.join(quantities.PATTERNS)}"
-                )
-        lines += [
-            f"{key}: {name!r} is no claim of this study"
-            for name in answer.claims
-            if name not in claims
-        ]
-        lines += [
-            f"{key}: {name!r} is no checkpoint of this study"
-            for name in answer.checkpoints or []
-            if name not in study.checkpoints
-        ]
-        if answer.arm is not None and answer.arm not in study.arms:
-            lines.append(f"{key}: {answer.arm!r} is no arm of this study")
+            why = quantities.refused(quantity, _roles(study))
+            if why and quantity != quantities.PATH:
+                lines.append(f"{key}: {why.replace('allowed: ', f'allowed: {quantities.PATH}, ')}")
+        lines += _unknown(key, answer.claims, "claim", claims)
+        lines += _checkpoints(f"{key}.checkpoints", answer.checkpoints, study)
+        lines += _unknown(f"{key}.arm", [answer.arm] if answer.arm else [], "arm", study.arms)
     return lines
 
 
@@ -349,12 +356,8 @@ def _crossover(study: Study) -> list[str]:
                 f"{', '.join(candidates)}"
             )
     names = study.crossover.checkpoints
-    for name in names or []:
-        if name not in study.checkpoints:
-            lines.append(
-                f"crossover.checkpoints: {name!r} is no checkpoint of this study; allowed: "
-                f"{', '.join(study.checkpoints)}"
-            )
+    if wrong := _checkpoints("crossover.checkpoints", names, study):
+        return lines + wrong
     subjects = [name for name, entry in study.checkpoints.items() if entry.role == "subject"]
     if len(set(names or subjects)) < 2:
         lines.append("crossover: a series has two different checkpoints at least")
@@ -367,26 +370,19 @@ def _crossover(study: Study) -> list[str]:
 
 def _claims(study: Study) -> list[str]:
     lines = []
-    interventions = study.role("intervention")
     names = [claim.name for claim in study.claims]
     for name in sorted({name for name in names if names.count(name) > 1}):
         lines.append(f"claims: the name {name!r} is given twice")
     for index, claim in enumerate(study.claims):
         key = f"claims.{index} ({claim.name})"
         for condition in claim.all:
-            if not quantities.exists(condition.quantity, list(study.arms), interventions):
-                lines.append(
-                    f"{key}: {condition.quantity!r} is no quantity; allowed: "
-                    f"{', '.join(quantities.PATTERNS)}"
-                )
+            if why := quantities.refused(condition.quantity, _roles(study)):
+                lines.append(f"{key}: {why}")
             elif quantities.misplaced(condition.quantity, claim.of):
                 other = "wall time" if claim.of == "gpu" else "the GPU's time"
                 lines.append(
                     f"{key}: {condition.quantity} speaks of {other}, the claim of {claim.of}"
                 )
-        for checkpoint in claim.checkpoints or []:
-            if checkpoint not in study.checkpoints:
-                lines.append(f"{key}: {checkpoint!r} is no checkpoint of this study")
-        if claim.arm is not None and claim.arm not in study.arms:
-            lines.append(f"{key}: {claim.arm!r} is no arm of this study")
+        lines += _checkpoints(f"{key}.checkpoints", claim.checkpoints, study)
+        lines += _unknown(f"{key}.arm", [claim.arm] if claim.arm else [], "arm", study.arms)
     return lines

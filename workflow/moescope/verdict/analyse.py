@@ -17,9 +17,10 @@ from .ceiling import bandwidths, ceiling
 from .crossover import crossover
 from .detection import detection
 from .dispatch import dispatch
+from .fused import Fused, fused
 from .kernels import kernels as of_kernels
 from .results import Found, Results
-from .statistics import Figure, figure
+from .statistics import Figure, adopt, figure
 
 SCHEMA = "moescope/analysis/1"
 FUSED = {"fused", "fused_reference"}  # patches that leave the bytes of a token as they are
@@ -144,9 +145,13 @@ class Checkpoint:
     def _claimed(self, arm: str) -> list[str] | None:
         return (self.arms[arm].get("experts") or {}).get(self.name)
 
-    def _elsewhere_ms(self, arm: str) -> float:
-        table = self.results.table("trace", f"{self.name}.{arm}", "kernels.csv")
-        return path.elsewhere_ms(self._claimed(arm), table and table.value)
+    def _fused(self, arm: str, traced: dict[str, Any] | None) -> Fused:
+        return fused(
+            self._claimed(arm),
+            self.results.json("trace", f"{self.name}.{arm}", "terms.json", "moescope/terms/1"),
+            self.results.table("trace", f"{self.name}.{arm}", "kernels.csv"),
+            traced and traced["terms"],
+        )
 
     def _null(self) -> of_arms.Pairs | None:
         """The null arm beside the reference; None if either is void."""
@@ -188,12 +193,12 @@ class Checkpoint:
                 found["token_ms"],
                 usable,
                 bandwidths(self.host, self._trace(name)),
-                fused=bool(arm["patches"]),
-                elsewhere_ms=self._elsewhere_ms(name) if arm["patches"] else 0.0,
+                self._fused(name, found["kernels"]) if arm["patches"] else None,
             )
         )
         found["bound"] = bound(found["kernels"], found["ceiling"])
         found["cold"] = self._cold(name)
+        found["unproved"] = bool(self._unproved(name))
         return found
 
     def _absent(self, name: str) -> str | None:
@@ -272,7 +277,11 @@ class Checkpoint:
         return {
             # Not committed: a file that Perfetto opens, by its place below work/ and its hash.
             "perfetto": {key: drawn[key] for key in ("file", "sha256")} if drawn else None,
-            "scopes": attribution.scopes(scopes, limits["conservation"])
+            "scopes": attribution.scopes(
+                scopes,
+                limits["conservation"],
+                adopt(terms.value.get("wall_ms"), "ms/token", [terms.file]) if terms else None,
+            )
             if scopes and scopes.value["passes"]
             else None,
             "same_tokens": (trace.value if trace else {}).get("same_tokens"),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .claims import meaning, no_bound
-from .quantities import PATH, NotMeasuredError, evaluate
+from .quantities import FORCED, PATH, NotMeasuredError, evaluate
 
 
 def answer(questions: list[dict[str, Any]], analysis: dict[str, Any]) -> list[dict[str, Any]]:
@@ -12,8 +12,9 @@ def answer(questions: list[dict[str, Any]], analysis: dict[str, Any]) -> list[di
     Each: {"asks", "arm", "by": [{"quantity", "means", "checkpoints": {name: {"figure", "why",
     and with a figure "no_bound", see claims.no_bound}}}],
     "paths": {name: {"kernels", "by_forced", "why"}}, "claims": [{"name", "says", "verdict"}],
-    "not_measured"}.
-    Without ``checkpoints`` a question is about every checkpoint that the quantity is known of.
+    "not_measured", "named"}.
+    Without ``checkpoints`` a question is about every checkpoint that the quantity is known of; of
+    those that it names ("named") the record tells the unknown ones too.
     """
     return [_answer(entry, analysis) for entry in questions]
 
@@ -35,6 +36,7 @@ def _answer(entry: dict[str, Any], analysis: dict[str, Any]) -> dict[str, Any]:
             for name in entry.get("claims", [])
         ],
         "not_measured": entry.get("not_measured"),
+        "named": bool(entry.get("checkpoints")),
     }
 
 
@@ -56,7 +58,10 @@ def _path(name: str, analysis: dict[str, Any], arm: str) -> dict[str, Any]:
     entry = analysis["checkpoints"][name]["arms"].get(arm) or {}
     traced = entry.get("kernels")
     if not traced or not traced["path"]["experts"]:
-        return {"kernels": [], "by_forced": False, "why": "no kernel trace that names them"}
+        why = "no kernel trace that names them"
+        if traced and traced["method"] == FORCED:
+            why = "the forced pass, which alone could tell, shows none that is known by its name"
+        return {"kernels": [], "by_forced": False, "why": why}
     found = traced["path"]
     return {
         "kernels": found["experts"],

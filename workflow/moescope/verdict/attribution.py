@@ -6,15 +6,17 @@ from typing import Any
 from .arms import RATES, Run
 from .quantities import TERMS
 from .results import Found
-from .statistics import Figure, adopt, figure, fit_line
+from .statistics import Figure, adopt, figure, fit_line, quotient
 
 
-def scopes(found: Found, limit: float) -> dict[str, Any]:
+def scopes(found: Found, limit: float, plain: Figure | None = None) -> dict[str, Any]:
     """The instrumented pass: per term ms per token, share of its wall and lead over the others.
 
     found: scopes.json with at least one pass; disturbed passes are left out where there are
-    others. The terms of each pass must add up to its wall within ``limit`` (a
-    share); otherwise "refused" says by how much, and the attribution is not used.
+    others. plain: the token without the instrument over passes, where a trace has them; without it
+    the file's own, which is a median and has no range. The terms of each pass must add up to its
+    wall within ``limit`` (a share); otherwise "refused" says by how much, and the attribution is
+    not used.
     """
     files, tokens, passes = [found.file], found.value["tokens"], quiet_passes(found)
     walls = [entry["wall_s"] for entry in passes]
@@ -39,12 +41,13 @@ def scopes(found: Found, limit: float) -> dict[str, Any]:
             "lead": figure(leads, "share", files),
         }
     wall = figure([wall / tokens * 1e3 for wall in walls], "ms/token", files)
-    plain = found.value.get("plain_token_s")
-    slowed = [wall / tokens / plain for wall in walls] if plain else []
+    token = found.value.get("plain_token_s")
+    if plain is None and token:
+        plain = figure([token * 1e3], "ms/token", files)
     return {
         "wall_ms": wall,
-        "plain_ms": figure([plain * 1e3], "ms/token", files) if plain else None,
-        "slowed": figure(slowed, "ratio", files) if slowed else None,
+        "plain_ms": plain,
+        "slowed": quotient(wall, plain, "ratio") if plain else None,
         "sum": figure(sums, "share", files),
         "disturbed": any(_disturbed(entry) for entry in passes),
         "refused": None

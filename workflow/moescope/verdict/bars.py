@@ -3,13 +3,16 @@
 A bar that is not met stands in the record with the measurement that explains it, if there is one.
 """
 
+import statistics
 from typing import Any
 
+from .path import FORCED
+from .quantities import BLOCK
 from .results import Found
 from .statistics import Figure, adopt, figure
 
 SYNCHRONISERS = ("event_signal_kernel", "event_wait_kernel")
-TO_BUSY, TO_WALL, TWO_LENGTHS, INSTRUMENTS = 0.01, 0.02, 0.02, 0.05
+TO_BUSY, TWO_LENGTHS, INSTRUMENTS = 0.01, 0.02, 0.05
 
 APART = (
     "MLX's kernels of synchronisation compute nothing and wait, up to milliseconds, for memory "
@@ -25,26 +28,35 @@ OVERLAP = (
 )
 
 
+SPLIT = (
+    "of a fused block in two launches the trace calls the second the combine, and the forced pass "
+    "the expert gather; with the block's terms as one "
+)
+
+
 def bars(
     extra: dict[str, Any],
     checks: dict[str, Figure | None],
     limits: dict[str, float],
     table: Found,
     files: list[str],
+    split: bool = False,
 ) -> list[dict[str, Any]]:
     """[{"bar", "figure", "than", "met", "why", "by"}] of terms.json; empty where there is none.
 
     figure: what counts. why: the explanation of a miss, or of what the figure leaves out. by: the
-    measurements that it rests on, {"name", "figure"}.
+    measurements that it rests on, {"name", "figure"}. split: do a fused block's kernels stand
+    under several terms? By the forced pass alone each kernel has a term by construction: no bar.
     """
     if not extra.get("terms"):
         return []
     found = [
         _bar("profiler's cost on the kernels' time", checks["profiler_cost"],
              limits["profiler_cost"]),
-        _bar("kernels without a term", checks["unclassified"], limits["unclassified"]),
+        _bar("kernels without a term",
+             None if extra.get("method") == FORCED else checks["unclassified"],
+             limits["unclassified"]),
         _bar("terms against busy time", _to_busy(extra, files), TO_BUSY),
-        _bar("busy time and gap against the wall", _to_wall(extra, files), TO_WALL),
         _bar("window against two lengths", checks["window_disagreement"], TWO_LENGTHS),
         _bar("graphs' pass against the forced pass", checks["instruments_disagreement"],
              INSTRUMENTS),
@@ -66,6 +78,8 @@ def bars(
         elif not bar["met"] and whole is None and waits:
             bar |= {"why": NOT_APART, "by": waits}
     _overlap(bars, checks)
+    if split:
+        _split(bars, extra, files)
     return bars
 
 
@@ -92,15 +106,6 @@ def _to_busy(extra: dict[str, Any], files: list[str]) -> Figure | None:
     return figure([abs(a / b - 1) for a, b in zip(sums, busy, strict=True)], "share", files)
 
 
-def _to_wall(extra: dict[str, Any], files: list[str]) -> Figure | None:
-    parts = [extra.get(name) or [] for name in ("busy_ms", "host_gap_ms")]
-    walls = sorted(extra.get("wall_ms") or [])
-    if not walls or not parts[0] or len(parts[0]) != len(parts[1]):
-        return None
-    middle = (walls[(len(walls) - 1) // 2] + walls[len(walls) // 2]) / 2
-    return figure([abs((a + b) / middle - 1) for a, b in zip(*parts, strict=True)], "share", files)
-
-
 def _waits(extra: dict[str, Any], table: Found, files: list[str]) -> list[dict[str, Any]]:
     """The time of synchronisation: of its own line or, in older traces, of its kernels' rows."""
     own = (extra["terms"].get("synchronisation") or {}).get("ms")
@@ -124,3 +129,60 @@ def _overlap(bars: list[dict[str, Any]], checks: dict[str, Figure | None]) -> No
     if checks["overlap_disagreement"] is not None:
         by.append(_by("graphs against alone", checks["overlap_disagreement"]))
     graphs |= {"why": OVERLAP, "by": by}
+
+
+def _split(bars: list[dict[str, Any]], extra: dict[str, Any], files: list[str]) -> None:
+    """Missed comparisons of terms, made again with the block's terms as one."""
+    passes = {
+        "graphs": {term: statistics.median(entry["ms"]) for term, entry in extra["terms"].items()},
+        **{
+            name: {term: entry["ms"] for term, entry in (extra.get(f"{name}_terms") or {}).items()}
+            for name in ("forced", "alone")
+        },
+    }
+    whole = {name: _folded(terms) for name, terms in passes.items()}
+    if not all(whole.values()):
+        return
+
+    def apart(one: str, other: str) -> dict[str, Any]:
+        found = figure([_disagreement(whole[one], whole[other])], "share", files)
+        return _by(f"{one} against {other}", found)
+
+    named = {bar["bar"]: bar for bar in bars}
+    graphs, alone = apart("graphs", "forced"), apart("alone", "forced")
+    for name, by in (
+        ("graphs' pass against the forced pass", graphs),
+        ("kernels alone against the forced pass", alone),
+    ):
+        bar = named.get(name)
+        if bar is None or bar["met"] or bar["why"]:
+            continue
+        if _within(by["figure"], bar["than"]):
+            bar |= {"why": f"{SPLIT}it is met", "by": [by]}
+        elif by is graphs and _within(alone["figure"], bar["than"]):
+            why = f"{SPLIT}it is not, and the rest is another: {OVERLAP}"
+            bar |= {"why": why, "by": [by, alone, apart("graphs", "alone")]}
+
+
+def _folded(terms: dict[str, float]) -> dict[str, float]:
+    """Milliseconds by term of the model's kernels, the MoE block's as one."""
+    found: dict[str, float] = {}
+    for term, ms in terms.items():
+        if term != "synchronisation":
+            name = "block" if term in BLOCK else term
+            found[name] = found.get(name, 0.0) + ms
+    return found
+
+
+def _disagreement(one: dict[str, float], other: dict[str, float]) -> float:
+    """The share that two instruments assign to different terms, as the trace stage counts it."""
+    wholes = sum(one.values()), sum(other.values())
+    if not all(wholes):
+        return 1.0
+    return (
+        sum(
+            abs(one.get(t, 0.0) / wholes[0] - other.get(t, 0.0) / wholes[1])
+            for t in one.keys() | other.keys()
+        )
+        / 2
+    )

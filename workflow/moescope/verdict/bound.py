@@ -13,6 +13,7 @@ IDLE, BUSY = 0.6, 0.9
 # From this share of the measured bandwidth on, a busy GPU is bound by memory.
 MEMORY = 0.6
 
+LAST = "in the last traced pass"  # the phases are of one pass, the busy share is over passes
 PHASES = {
     "build": "building the graph in Python",
     "encode": "MLX's encoding and launching",
@@ -23,11 +24,25 @@ PHASES = {
 def bound(kernels: dict[str, Any] | None, ceiling: dict[str, Any] | None) -> dict[str, str] | None:
     """{"resource": "host" | "memory" | "kernels" | "both", "why"}; None without a kernel trace.
 
-    kernels: an arm's kernel trace. ceiling: its achieved rates. Medians decide.
+    kernels: an arm's kernel trace. ceiling: its achieved rates. Medians decide; where the busy
+    share's range holds a bound between two resources, the text says so.
     """
     busy: Figure | None = kernels["busy"] if kernels else None
     if busy is None:
         return None
+    found = _by_median(busy, kernels, ceiling)
+    crossed = [f"{limit * 100:g} %" for limit in (IDLE, BUSY) if busy["min"] < limit <= busy["max"]]
+    if crossed:
+        found["why"] += (
+            f"; by the median alone, since the range of the GPU's busy share holds the bound of "
+            f"{' and that of '.join(crossed)} between two resources"
+        )
+    return found
+
+
+def _by_median(
+    busy: Figure, kernels: dict[str, Any], ceiling: dict[str, Any] | None
+) -> dict[str, str]:
     if busy["value"] < IDLE:
         return {"resource": "host", "why": _host(kernels)}
     if busy["value"] < BUSY:
@@ -49,5 +64,5 @@ def _host(kernels: dict[str, Any]) -> str:
         return "the GPU waits for the host"
     most = max(work, key=work.__getitem__)
     if phases.get("wait", 0.0) > sum(work.values()):
-        return f"most of the loop is {PHASES['wait']}, then {PHASES.get(most, most)}"
-    return f"most of the loop is {PHASES.get(most, most)}, while the GPU runs dry"
+        return f"{LAST} most of the loop is {PHASES['wait']}, then {PHASES.get(most, most)}"
+    return f"{LAST} most of the loop is {PHASES.get(most, most)}, while the GPU runs dry"

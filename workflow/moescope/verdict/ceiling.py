@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from .fused import Fused
+from .path import TERM as EXPERTS
 from .results import Found
-from .statistics import Figure, adopt, figure, rounded
+from .statistics import Figure, adopt, figure, quotient, rounded
 
 PATTERNS = ("read", "copy", "gather")
 
@@ -28,35 +30,53 @@ def ceiling(
     token_ms: Figure | None,
     parts: dict[str, Any] | None,
     measured: dict[str, Figure],
-    fused: bool = False,
-    elsewhere_ms: float = 0.0,
+    fused: Fused | None = None,
 ) -> dict[str, Any] | None:
     """Achieved bytes per second of the whole token and of each term that reads weights.
 
     architecture: architecture.json with "bytes.per_token". token_ms: the arm's time per token.
     parts: terms of its kernel trace or, without one, of its scopes. measured: ``bandwidths``, of
     which the read is the ceiling ("share") and the copy, which writes as much as it reads, a lower
-    one ("copy_share"). fused: the block runs in kernels of its own, which read the shared expert's
-    weights along with the others' where it has no kernels of its own; elsewhere_ms: of these
-    kernels, per token, under other terms (verdict.path), added to the experts' time.
+    one ("copy_share"). fused: of an arm whose block runs in kernels of its own.
+
+    The experts' rate of such an arm is what these kernels read ÷ their own time; "by_term", where
+    others count to the term beside them, is the same by the term's time, as it was first defined.
+    "unknown" holds the reason where there is no such time. On the gather path the rate is that of
+    the whole term: products, copies of indices and what else it launches.
     """
     if architecture is None or token_ms is None:
         return None
     per_token = dict(architecture.value["bytes"]["per_token"])
-    if fused and parts and "shared_expert" not in parts:
-        per_token["expert_gather"] += per_token.get("shared_expert", 0)
-    whole = _rate(per_token["total"], token_ms, architecture.file, measured)
+    parts = dict(parts or {})
+    if fused and fused.shared:
+        per_token[EXPERTS] += per_token.get("shared_expert", 0)
+        parts.pop("shared_expert", None)  # what is left of it reads none of its weights
+    file, unknown = architecture.file, {}
+
+    def rate(term: str, ms: Figure) -> dict[str, Any]:
+        return _rate(per_token[term], ms, file, measured)
+
     terms = {
-        term: _rate(
-            per_token[term],
-            _later(part["ms"], elsewhere_ms if term == "expert_gather" else 0.0),
-            architecture.file,
-            measured,
-        )
-        for term, part in (parts or {}).items()
+        term: rate(term, part["ms"])
+        for term, part in parts.items()
         if per_token.get(term) and part["ms"]["min"] > 0
     }
-    return {"bandwidth": measured.get("read"), "whole": whole, "terms": terms}
+    if fused and EXPERTS in terms:
+        by_term = rate(EXPERTS, _later(parts[EXPERTS]["ms"], fused.elsewhere_ms))
+        if fused.own is None:
+            unknown[EXPERTS] = fused.why
+            del terms[EXPERTS]
+        else:
+            own = {"of": "kernels", "by_term": by_term if fused.mixed else None}
+            terms[EXPERTS] = rate(EXPERTS, fused.own) | own  # in its place
+    whole = rate("total", token_ms)
+    return {
+        "bandwidth": measured.get("read"),
+        "bandwidths": measured,
+        "whole": whole,
+        "terms": terms,
+        "unknown": unknown,
+    }
 
 
 def _later(ms: Figure, more: float) -> Figure:
@@ -66,26 +86,12 @@ def _later(ms: Figure, more: float) -> Figure:
 
 
 def _rate(size: int, ms: Figure, file: str, measured: dict[str, Figure]) -> dict[str, Any]:
-    def over(value: float) -> float:
-        return size / value * 1e3
-
-    achieved = figure([over(ms["value"])], "bytes/s", [file, *ms["files"]], ms["runs"])
-    achieved |= {"min": rounded(over(ms["max"])), "max": rounded(over(ms["min"])), "n": ms["n"]}
-    return {
-        "bytes": figure([size], "bytes/token", [file]),
-        "achieved": achieved,
-        "share": _share(achieved, measured.get("read")),
-        "copy_share": _share(achieved, measured.get("copy")),
-    }
-
-
-def _share(achieved: Figure, of: Figure | None) -> Figure | None:
-    if of is None:
-        return None
-    return achieved | {
-        "unit": "share",
-        "files": [*achieved["files"], *of["files"]],
-        "value": rounded(achieved["value"] / of["value"]),
-        "min": rounded(achieved["min"] / of["max"]),
-        "max": rounded(achieved["max"] / of["min"]),
+    bytes_ = figure([size], "bytes/token", [file])
+    second = {end: rounded(ms[end] / 1e3) for end in ("value", "min", "max")}
+    achieved = quotient(bytes_, ms | second, "bytes/s") | {"n": ms["n"]}
+    return {"bytes": bytes_, "achieved": achieved} | {
+        key: quotient(achieved, measured[way], "share") | {"n": ms["n"]}
+        if way in measured
+        else None
+        for key, way in (("share", "read"), ("copy_share", "copy"))
     }

@@ -58,6 +58,8 @@ def _condition(
     found |= {"is": entry["is"], "than": entry["than"]}
     arms = analysis["checkpoints"][checkpoint]["arms"]
     found |= _footing(entry["quantity"], arms.get(arm))
+    found["by_term"] = _by_term(entry["quantity"], arms.get(arm))
+    found["unproved"] = _unproved(entry["quantity"], arm, arms)
     found["drifts"] = _drifts(entry["quantity"], arms)
     found["no_bound"] = no_bound(entry["quantity"], arms)
     try:
@@ -98,6 +100,22 @@ def _footing(quantity: str, arm: dict[str, Any] | None) -> dict[str, Any]:
         "forced": traced["method"] == FORCED,
         "of_work": own.get("share_of_work") if head == "gpu_share" else None,
     }
+
+
+def _by_term(quantity: str, arm: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A rate of fused kernels by the whole term's time, as it was first defined, if it differs."""
+    head, _, term = quantity.partition(".")
+    if head not in RATES:
+        return None
+    rate = (((arm or {}).get("ceiling") or {}).get("terms") or {}).get(term) or {}
+    return (rate.get("by_term") or {}).get({"ceiling_share": "share"}.get(head, head))
+
+
+def _unproved(quantity: str, arm: str, arms: dict[str, Any]) -> bool:
+    """Is it of an arm that claims kernels which no trace shows that it ran?"""
+    head, _, name = quantity.partition(".")
+    named = any(f"{head}.<{kind}>" in PATTERNS for kind in ("arm", "candidate"))
+    return bool((arms.get(name if named else arm) or {}).get("unproved"))
 
 
 def _drifts(quantity: str, arms: dict[str, Any]) -> bool:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from .kernels import FORCED
+from .blocks import alike
 from .results import Results
-from .statistics import Figure, figure
+from .statistics import Figure, figure, quotient
 
 # What must be the same on every checkpoint of a series, but for the property it goes over.
 FACTS = ("layers", "moe_layers", "experts", "top_k", "shared_experts", "hidden", "expert_width")
@@ -44,7 +44,7 @@ def crossover(
         found = results.json("inspect", name, "architecture.json", "moescope/architecture/1")
         if found is not None and found.value.get(over):
             facts[name] = found.value
-            at[name] = figure([found.value[over]], over.replace("_", " "), [found.file])
+            at[name] = figure([found.value[over]], "count", [found.file])
     refused = _refused(over, names, facts, entries)
     order = sorted(at, key=lambda name: (at[name]["value"], name))
     arms = asked.get("arms") or [
@@ -107,29 +107,27 @@ def _wall(arms: dict[str, Any], arm: str, base: str) -> Point:
 
 
 def _gpu(arms: dict[str, Any], arm: str, base: str) -> Point:
-    """GPU time of the MoE block: of the base / of the arm. Two traces are not paired, so the range
-    goes from the least to the largest that their passes allow."""
-    blocks = {}
+    """GPU time of the MoE block: of the base / of the arm, by the same instrument. Two traces are
+    not paired, so the range goes from the least to the largest that their passes allow."""
     found = {"ratio": None, "effect": None, "why": None, "forced": False, "drifts": False}
     found |= {"base_ms": None, "ms": None}
     why = _unusable(arms, arm, base)
-    for key, name in (("base_ms", base), ("ms", arm)):
-        traced = arms[name]["kernels"]
+    traces = {name: arms[name]["kernels"] for name in (base, arm)}
+    for name, traced in traces.items():
         if why is None and traced is None:
             why = f"{name} has no kernel trace"
         if why is None and traced["refused"]:
             why = f"attribution of {name} refused: {traced['refused']}"
-        if why is None and not (traced["block"] and traced["block"]["ms"]["min"] > 0):
-            why = f"the trace of {name} shows no MoE block"
-        if why is None:
-            blocks[key] = traced["block"]["ms"]
-            found["forced"] = found["forced"] or traced["method"] == FORCED
     if why is not None:
         return found | {"why": why}
-    one, two = blocks["base_ms"], blocks["ms"]
-    values = [one["min"] / two["max"], one["value"] / two["value"], one["max"] / two["min"]]
-    ratio = figure(values, "ratio", one["files"] + two["files"])
-    ratio |= {"n": min(one["n"], two["n"])}
+    *pair, forced = alike(*traces.values())
+    for name, block in zip(traces, pair, strict=True):
+        if why is None and not (block and block["ms"]["min"] > 0):
+            why = f"the {'forced pass' if forced else 'trace'} of {name} shows no MoE block"
+    if why is not None:
+        return found | {"why": why}
+    blocks = {"base_ms": pair[0]["ms"], "ms": pair[1]["ms"], "forced": forced}
+    ratio = quotient(blocks["base_ms"], blocks["ms"], "ratio")
     effect = "faster" if ratio["min"] > 1 else "slower" if ratio["max"] < 1 else "no effect"
     return found | blocks | {"ratio": ratio, "effect": effect}
 

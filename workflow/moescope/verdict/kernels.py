@@ -5,18 +5,17 @@ from typing import Any
 
 from . import bars, path
 from .blocking import blocking
+from .fused import KERNELS, PRODUCTS, reads_the_shared_expert
 from .modules import modules as of_modules
 from .path import FORCED
-from .quantities import TERMS
+from .quantities import BLOCK, SYNCHRONISATION, TERMS
 from .results import Found
-from .statistics import Figure, adopt, figure
+from .statistics import Figure, adopt, figure, less, quotient
 
 UNCLASSIFIED = "unclassified"
-SYNCHRONISATION = "synchronisation"  # MLX's own; no term of the model's
 SYNCHRONISERS = ("event_signal_kernel", "event_wait_kernel")
 
 # terms.json's numbers that say how far the trace may be trusted, all of them shares.
-BLOCK = ("router", "expert_gather", "activation", "combine", "shared_expert")
 CHECKS = (
     "profiler_cost",
     "profiler_wall_cost",
@@ -84,6 +83,7 @@ def kernels(
         "method": extra.get("method"),
         "terms": parts,
         "block": _block(extra.get("terms") or {}, files),
+        "forced_block": _block(_forced_terms(extra), files),
         "largest": max(
             (term for term in parts if term != SYNCHRONISATION),
             key=lambda term: parts[term]["share"]["value"],
@@ -97,16 +97,15 @@ def kernels(
         **{
             name: adopt(extra.get(key), unit, files)
             for name, key, unit in (
-                ("busy", "busy_share", "share"),
                 ("busy_ms", "busy_ms", "ms/token"),
-                ("host_gap_ms", "host_gap_ms", "ms/token"),
                 ("wall_ms", "wall_ms", "ms/token"),
                 ("overlapping_ms", "overlapping_ms", "ms/token"),
                 ("model_busy_ms", "model_busy_ms", "ms/token"),
             )
         },
+        **_beside_the_wall(extra, files),
         "checks": checks,
-        "bars": bars.bars(extra, checks, limits, table, files),
+        "bars": bars.bars(extra, checks, limits, table, files, bool(_elsewhere(rows))),
         "window": {
             way: {
                 what: adopt(entry.get(what), f"{unit}/token", files)
@@ -151,6 +150,18 @@ def kernels(
     }
 
 
+def _beside_the_wall(extra: dict[str, Any], files: list[str]) -> dict[str, Figure | None]:
+    """The GPU's busy share of the token, and the rest of it. Busy time is of profiled passes, the
+    wall of passes without a profiler: no two of them are one pass, so both ranges count."""
+    busy, wall = (adopt(extra.get(name), "ms/token", files) for name in ("busy_ms", "wall_ms"))
+    if busy is None or wall is None:
+        return {
+            "busy": adopt(extra.get("busy_share"), "share", files),
+            "host_gap_ms": adopt(extra.get("host_gap_ms"), "ms/token", files),
+        }
+    return {"busy": quotient(busy, wall, "share"), "host_gap_ms": less(wall, busy)}
+
+
 def _terms(extra: dict[str, Any], files: list[str]) -> dict[str, dict[str, Figure | None]]:
     """Each term over the passes: ms, launches, share of the kernels' time, lead over the others;
     by the forced pass its share, and with CUDA graphs off, kernel by kernel, its ms."""
@@ -191,12 +202,23 @@ def _terms(extra: dict[str, Any], files: list[str]) -> dict[str, dict[str, Figur
             )
             if waits and name != SYNCHRONISATION
             else None,
+            # Of synchronisation the forced pass tells nothing unless it has the term.
             "forced_share": figure([forced.get(name, {"ms": 0.0})["ms"] / whole], "share", files)
-            if whole
+            if whole and (name in forced or name != SYNCHRONISATION)
             else None,
             "alone_ms": adopt(alone.get(name, {}).get("ms"), "ms/token", files),
         }
     return found
+
+
+def _forced_terms(extra: dict[str, Any]) -> dict[str, Any]:
+    """The one forced pass as "terms" has its passes, where a trace has it."""
+    if extra.get("method") == FORCED:
+        return extra.get("terms") or {}
+    return {
+        name: {what: [value] for what, value in entry.items()}
+        for name, entry in (extra.get("forced_terms") or {}).items()
+    }
 
 
 def _block(terms: dict[str, Any], files: list[str]) -> dict[str, Figure] | None:
@@ -229,6 +251,11 @@ def _of_table(table: Found) -> dict[str, dict[str, Figure | None]]:
     return _terms({"terms": terms}, [table.file])
 
 
+def _elsewhere(rows: path.Rows) -> path.Rows:
+    """A fused block's kernels that the trace counts to another term than the experts'."""
+    return [row for row in path.claimed_rows(KERNELS, rows) if row["term"] != path.TERM]
+
+
 def _path(
     extra: dict[str, Any], files: list[str], table: Found, proof: dict[str, Any]
 ) -> dict[str, Any]:
@@ -258,8 +285,26 @@ def _path(
                 "launches": figure([row["launches_per_token"]], "launches/token", counted),
                 "per_layer": adopt(row.get("per_layer"), "launches/layer", counted + files),
                 "ms": time(row["kernel"]),
+                "under": path.TERM,
             }
             for row in forced or found.get("experts", [])
+        ]
+        + [
+            {
+                "kernel": row["kernel"],
+                "launches": figure([float(row["launches_per_token"])], "launches/token", seen),
+                "per_layer": figure(
+                    [float(row["launches_per_token"]) / found["moe_layers"]],
+                    "launches/layer",
+                    seen + files,
+                )
+                if found.get("moe_layers")
+                else None,
+                "ms": figure([float(row["ms_per_token"])], "ms/token", seen),
+                "under": row["term"],
+            }
+            for row in _elsewhere(table.value)
+            for seen in [[table.file]]
         ],
         "uneven": [
             {
@@ -277,7 +322,6 @@ def _path(
 
 # Terms whose weights are read by products alone, so that one kernel of them may read all of it.
 READ_WHOLE = ("expert_gather", "shared_expert", "head")
-PRODUCTS = ("GatherQMM", "GatherMM", "QuantizedMatmul", "Matmul", "CustomKernel")
 
 
 def readers(
@@ -287,9 +331,14 @@ def readers(
     with two kernels of products in a term it is not known which reads what."""
     if architecture is None:
         return {}
-    sizes = architecture.value["bytes"]["per_token"]
+    sizes = dict(architecture.value["bytes"]["per_token"])
+    own = path.claimed_rows(KERNELS, rows)
+    if own and reads_the_shared_expert(rows, architecture.value.get("moe_layers") or 0):
+        sizes["expert_gather"] += sizes.pop("shared_expert", 0)
     found = {}
     for term in READ_WHOLE:
+        if any(row["term"] != term for row in own) and term == path.TERM:
+            continue  # the second of two launches reads a part of them
         products = [
             row["kernel"]
             for row in rows

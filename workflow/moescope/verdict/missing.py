@@ -139,7 +139,8 @@ def _fallen_back(checkpoints: dict[str, Any]) -> list[str]:
     return [
         f"The GPU's terms of {', '.join(places)} as they run in CUDA graphs, and a second opinion "
         "on them: the trace could not be aligned, so they stand on one forced pass, without a "
-        "range and without synchronisation; busy time and launches are of the trace itself."
+        "range, without synchronisation and without modules; busy time and launches are of the "
+        "trace itself."
     ]
 
 

@@ -9,7 +9,8 @@ from collections import defaultdict
 from fnmatch import fnmatchcase
 from typing import Any
 
-FORCED = "forced"  # terms.json's method where kernels.csv is of the forced pass
+from .quantities import FORCED
+
 TERM = "expert_gather"
 HELPERS = "copy_"  # copies of indices that a gathered product starts beside itself
 # How products of routed experts are called, MLX's and moescope's own. Whatever else the forced pass
@@ -55,19 +56,14 @@ def by_forced(terms: dict[str, Any], table: Rows, claimed: list[str] | None) -> 
     ]
 
 
-def elsewhere_ms(claimed: list[str] | None, table: Rows | None) -> float:
-    """ms per token of claimed products that the trace counts to another term than the experts'.
-
-    table: kernels.csv. Of a fused block in two launches, what depends on the first, down and
-    combine in one, is called the combine, though it reads the experts' weights as the first does.
-    """
-    return sum(
-        float(row["ms_per_token"])
-        for row in table or []
-        if row["term"] != TERM
-        and _matches(row["kernel"].partition("<")[0], claimed or [])
+def claimed_rows(claimed: list[str], table: Rows) -> Rows:
+    """The rows of kernels.csv that hold claimed products, of whatever term."""
+    return [
+        row
+        for row in table
+        if _matches(row["kernel"].partition("<")[0], claimed)
         and not row["kernel"].startswith(HELPERS)
-    )
+    ]
 
 
 def proof(

@@ -25,15 +25,18 @@ TERMS = (
     "host_gap",
 )
 
-# Pattern -> what it is. <term>, <arm> and <intervention> stand for a name.
+# The whole MoE block.
+BLOCK = ("router", "expert_gather", "activation", "combine", "shared_expert")
+
+# Pattern -> what it is. <term>, <arm>, <candidate> and <intervention> stand for names.
 PATTERNS = {
     "share.<term>": "the term's share of the instrumented pass's wall time",
     "lead.<term>": "the term's share of that wall time less the largest other term's",
     "saved.<intervention>": "1 - time per token of the intervention / of its base arm, by rounds",
     "ratio.<arm>": "decode rate of the arm / of the reference, by rounds",
     "prefill_ratio.<arm>": "prefill rate of the arm / of the reference, by rounds",
-    "gain.<arm>": "time per token that the arm saves / that skipping the whole MoE block saves, by "
-    "rounds",
+    "gain.<candidate>": "time per token that the arm saves / that skipping the whole MoE block "
+    "saves, by rounds",
     "expert_cost": "ms per token that one more routed expert costs (slope of the top_k sweep)",
     "fixed_share": "share of the token that does not depend on top_k (intercept of the sweep)",
     "operations.total": "primitives in the graph of one decoded token",
@@ -42,18 +45,19 @@ PATTERNS = {
     "gpu_lead.<term>": "the term's share of the GPU's busy time less the largest other term's",
     "busy": "share of the token's wall time in which the GPU is busy",
     "launches": "kernels launched per token",
-    "ceiling_share.<term>": "rate at which the term reads its bytes / bandwidth measured here",
-    "copy_share.<term>": "rate at which the term reads its bytes / bandwidth of a copy measured "
-    "here, whose read and written bytes both count",
+    "ceiling_share.<term>": "rate at which the term reads its bytes, or the kernels of a fused "
+    "block theirs in their own time / bandwidth measured here",
+    "copy_share.<term>": "the same rate / bandwidth of a copy measured here, whose read and "
+    "written bytes both count",
     "gpu_ms.<term>": "GPU time of the term per token",
     "gpu_launches.<term>": "kernels that the term launches per token",
     "decode_rate.<arm>": "tokens decoded per second",
     "token_ms.<arm>": "time per decoded token",
     "prefill_rate.<arm>": "prompt tokens read per second",
     "cpu_ms.<arm>": "processor time of the host per decoded token, all threads of the process",
-    "graph_launches": "CUDA graphs launched per token",
-    "graph_updates": "CUDA graphs updated per token",
-    "graph_instantiations": "CUDA graphs instantiated per token",
+    "graph_launches": "CUDA graphs launched per token, in the last profiled pass",
+    "graph_updates": "CUDA graphs updated per token, in the last profiled pass",
+    "graph_instantiations": "CUDA graphs instantiated per token, in the last profiled pass",
     "synchronisation_ms": "time per token in which the GPU runs MLX's synchronisation alone",
 }
 
@@ -67,6 +71,9 @@ def misplaced(quantity: str, of: str) -> bool:
     return quantity.partition(".")[0] in {"wall": OF_GPU, "gpu": OF_WALL}[of]
 
 
+FORCED = "forced"  # the method of a kernel trace whose terms are of the forced pass alone
+SYNCHRONISATION = "synchronisation"  # MLX's own; no term of the model's
+
 # What an answer may name beside these: the kernels of the experts, with launches and times.
 PATH = "path"
 
@@ -75,17 +82,28 @@ class NotMeasuredError(Exception):
     """The analysis has no such figure; the message says why, for the record's readers."""
 
 
-def exists(name: str, arms: list[str], intervention_arms: list[str]) -> bool:
-    """Is this a quantity of a study with these arms?"""
-    allowed = {"term": list(TERMS), "arm": arms, "intervention": intervention_arms}
+def refused(name: str, arms: dict[str, str]) -> str | None:
+    """Why this is no quantity of a study with these arms (name -> role), and what is allowed; or
+    None. Of a quantity that is known, the names that may follow it are told."""
+    names = {"term": list(TERMS), "arm": list(arms)}
+    for role in ("candidate", "intervention"):
+        names[role] = [arm for arm, of in arms.items() if of == role]
+    head = name.partition(".")[0]
     for pattern in PATTERNS:
-        head, _, kind = pattern.partition("<")
+        before, _, kind = pattern.partition("<")
         if not kind:
             if name == pattern:
-                return True
-        elif name.startswith(head) and name.removeprefix(head) in allowed[kind[:-1]]:
-            return True
-    return False
+                return None
+        elif before == f"{head}.":
+            allowed, kind = names[kind[:-1]], kind[:-1]
+            if name.removeprefix(before) in allowed:
+                return None
+            of = f"allowed after {before!r}: {', '.join(allowed)}"
+            return f"{name!r} is no quantity of this study; " + (
+                of if allowed else f"it has no {kind}"
+            )
+    alike = [pattern for pattern in PATTERNS if pattern.partition(".")[0] == head]
+    return f"{name!r} is no quantity; allowed: {', '.join(alike or PATTERNS)}"
 
 
 def evaluate(analysis: dict[str, Any], checkpoint: str, quantity: str, arm: str) -> "Figure":
@@ -120,8 +138,21 @@ def _terms(subject: dict[str, Any], arm: str, part: str, term: str) -> dict[str,
     if found["refused"]:
         raise NotMeasuredError(f"attribution of {arm} refused: {found['refused']}")
     if term not in found["terms"]:
-        raise NotMeasuredError(f"the term {term} does not occur in {arm}")
+        raise NotMeasuredError(_missing(term, arm, subject["arms"][arm], found, part))
     return found["terms"][term]
+
+
+def _missing(term: str, arm: str, entry: dict[str, Any], found: dict[str, Any], part: str) -> str:
+    """Why a pass has no such term: it is not there, or the pass cannot tell."""
+    forced = part == "kernels" and found["method"] == FORCED
+    if term == SYNCHRONISATION:
+        if forced:
+            return f"synchronisation of {arm} is not known by the forced pass"
+        return f"the trace of {arm} does not take synchronisation apart"
+    if term in BLOCK and any(patch.partition("=")[0] == "fused" for patch in entry["patches"]):
+        return f"the term {term} of {arm} is inside its fused kernels, or is not there"
+    where = "the forced pass of " if forced else ""
+    return f"the term {term} does not occur in {where}{arm}"
 
 
 def _of_scopes(key: str) -> Reader:
@@ -166,12 +197,12 @@ def _synchronisation(subject: dict[str, Any], arm: str, _: str) -> "Figure":
     """0 where the trace takes it apart and found none: then busy time is the model's alone. The
     forced pass does not tell."""
     traced = _arm(subject, arm)["kernels"]
-    told = traced and not traced["refused"] and traced["method"] != "forced"
-    if told and "synchronisation" not in traced["terms"]:
+    told = traced and not traced["refused"] and traced["method"] != FORCED
+    if told and SYNCHRONISATION not in traced["terms"]:
         busy, model = traced["busy_ms"], traced["model_busy_ms"]
         if busy and model and abs(busy["value"] - model["value"]) <= 1e-6 * busy["value"]:
             return busy | {"value": 0.0, "min": 0.0, "max": 0.0}
-    return _terms(subject, arm, "kernels", "synchronisation")["ms"]
+    return _terms(subject, arm, "kernels", SYNCHRONISATION)["ms"]
 
 
 def _against(key: str) -> Reader:
@@ -204,9 +235,17 @@ def _operations(subject: dict[str, Any], arm: str, name: str) -> "Figure":
 
 def _ceiling(share: str) -> Reader:
     def read(subject: dict[str, Any], arm: str, term: str) -> "Figure":
-        found = _arm(subject, arm)["ceiling"]
-        if found is None or term not in found["terms"] or found["terms"][term][share] is None:
-            raise NotMeasuredError("no bandwidth was measured on this host")
+        entry = _arm(subject, arm)
+        found = entry["ceiling"]
+        if found is None:
+            raise NotMeasuredError(f"what {arm} reads of its weights is not known")
+        if term in found["unknown"]:
+            raise NotMeasuredError(found["unknown"][term])
+        if term not in found["terms"]:
+            _terms(subject, arm, "kernels" if entry["kernels"] else "scopes", term)
+            raise NotMeasuredError(f"the term {term} of {arm} reads no weights of its own")
+        if found["terms"][term][share] is None:
+            raise NotMeasuredError("no bandwidth was measured on this host beside the arm's trace")
         return found["terms"][term][share]
 
     return read

@@ -6,7 +6,7 @@ A Figure is a number with its range and its source, as a dict:
 
 import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Figure = dict[str, Any]
@@ -55,6 +55,25 @@ def adopt(found: Any, unit: str, files: Sequence[str]) -> Figure | None:
     if isinstance(found, int | float) and not isinstance(found, bool):
         return figure([found], unit, files)
     return None
+
+
+def quotient(one: Figure, other: Figure, unit: str) -> Figure:
+    """One figure / another, both above 0 and not paired: the range is that of all their pairs."""
+    return _unpaired(one, other, unit, lambda a, b: a / b)
+
+
+def less(one: Figure, other: Figure) -> Figure:
+    """One figure - another of its unit, likewise."""
+    return _unpaired(one, other, one["unit"], lambda a, b: a - b)
+
+
+def _unpaired(one: Figure, other: Figure, unit: str, of: Callable[[float, float], float]) -> Figure:
+    # Both fall with their second argument, so that the ends are those of opposite ends.
+    files, runs = ([*one[key], *other[key]] for key in ("files", "runs"))
+    found = figure([of(one["value"], other["value"])], unit, files, runs)
+    ends = {"min": of(one["min"], other["max"]), "max": of(one["max"], other["min"])}
+    n = min(one["n"], other["n"])
+    return found | {end: rounded(value) for end, value in ends.items()} | {"n": n}
 
 
 def is_figure(value: Any) -> bool:
