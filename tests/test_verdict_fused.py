@@ -112,6 +112,15 @@ def test_what_is_left_of_a_shared_expert_reads_none_of_its_weights():
     assert "shared_expert" not in rate(block, parts)["terms"]
 
 
+def test_without_a_kernel_trace_a_shared_expert_keeps_its_rate():
+    """By scopes alone, as on Metal: what the fused kernels read is not known."""
+    ms = {term: figure([2.0], "ms/token", ["scopes.json"]) for term in BYTES if term != "total"}
+    parts = {term: {"ms": time} for term, time in ms.items()}
+    got = rate(fused(CLAIMED, None, None, None), parts)
+    assert got["terms"]["shared_expert"]["bytes"]["value"] == 200
+    assert set(got["unknown"]) == {"expert_gather"}
+
+
 def test_a_lone_fused_kernel_reads_the_shared_experts_weights_too():
     made = Found({"bytes": {"per_token": BYTES}, "moe_layers": 2}, "a.json")
     (read,) = readers([row(KERNEL, 2.5)], made).values()
