@@ -476,6 +476,16 @@ def test_a_claim_says_when_it_stands_on_the_forced_pass_alone():
     assert "8.0 %, of an arm whose kernels are not proved, claimed" in tables.conditions(claim)[0]
     condition |= {"unproved": False, "drifts": True}
     assert "is 8.0 %, drifting one way through the rounds," in tables.conditions(claim)[0]
+    condition |= {"drifts": False, "by_term": condition["figure"], "by_term_state": "unclear"}
+    assert "in the whole term's, by which it is unclear, claimed" in tables.conditions(claim)[0]
+
+
+def test_an_answer_says_what_its_figure_stands_on():
+    at = {"figure": figure([0.08], "share", ["terms.json"]), "why": None}
+    assert trace_tables._known(at) == "8.0 %"
+    assert trace_tables._known(at | {"forced": True}) == "8.0 % (forced pass)"
+    doubts = {"unproved": True, "no_bound": "outdone"}
+    assert trace_tables._known(at | doubts).startswith("8.0 % (kernels not proved; no bound since")
 
 
 def test_a_gain_s_bound_has_its_unit():

@@ -988,6 +988,9 @@ def conditions(claim: dict[str, Any]) -> list[str]:
                 footing += f", {NO_BOUND[entry['no_bound']]}"
             if by_term := entry.get("by_term"):
                 footing += f" in its kernels' own time, {show(by_term)} in the whole term's"
+                state = entry.get("by_term_state")
+                if state != entry["state"]:
+                    footing += f", by which it {'is unclear' if state == 'unclear' else state}"
             figure = f"{show(entry['figure'])}{footing}"
             parts.append(f"{name} is {figure}, claimed {asked}: {entry['state']}")
         settled = ", ".join(code(name) for name in found["settled_by"])
