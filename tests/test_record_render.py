@@ -311,6 +311,19 @@ def test_each_bandwidth_names_its_checkpoint_and_the_arms_whose_ceiling_it_is(re
     assert row[1] == "`lm`", "an arm without a ceiling has no share"
 
 
+def test_the_ceiling_that_is_drawn_is_the_one_that_is_told(record, page):
+    """Beside the reference, whatever arm comes first in the table."""
+    found = json.loads(json.dumps(record))
+    name = next(iter(found["ceilings"]))
+    for arm, entry in found["ceilings"][name]["arms"].items():
+        if arm != "vlm":
+            entry["bandwidths"]["read"] |= dict.fromkeys(("value", "min", "max"), 77e9)
+    read = found["ceilings"][name]["bandwidths"]["read"]["value"] / 1e9
+    drawn = "".join(svg for _, svg in charts.roofline(found).drawings)
+    assert f"ceiling {read:.3g} GB/s" in drawn and "ceiling 77 GB/s" not in drawn
+    assert "is the read beside the reference, on the first checkpoint that has one" in page
+
+
 def test_a_table_without_rows_is_a_sentence():
     table = writers.Table(["a"], [], empty="the study has none.")
     assert writers.Markdown().table(table, "Arms").strip() == "Arms: the study has none."
