@@ -40,6 +40,7 @@ def test_two_blocks_are_compared_by_the_same_instrument(tmp_path):
     row = cells(text, "Candidates beside their base")
     assert row["its ms/token"].startswith("0.616 → ") and "(forced pass)" in row["its ms/token"]
     assert row["launches of the block"].endswith("(forced pass)")
+    assert "they make the candidate's saving look larger" in text, "and which way that leans"
 
 
 def test_two_traces_of_graphs_are_compared_as_they_are(tmp_path):
