@@ -298,13 +298,30 @@ def test_each_bandwidth_names_its_checkpoint_and_the_arms_whose_ceiling_it_is(re
     found = json.loads(json.dumps(record))
     rows = tables.bandwidths(found).rows
     assert [row[0] for row in rows] == [f"`{name}`" for name in found["ceilings"]]
+    assert "vlm-null" in found["ceilings"]["qwen3-moe"]["arms"]
+    assert not any("vlm-null" in row[1] for row in rows), "the ceilings' table has none of it"
     arms = found["ceilings"]["qwen3-moe"]["arms"]
     own = {way: rate | {"files": ["trace.json"]} for way, rate in arms["lm"]["bandwidths"].items()}
     own["read"] |= dict.fromkeys(("value", "min", "max"), 77e9)
-    arms["lm"]["bandwidths"], arms["vlm-null"]["bandwidths"] = own, {}
+    arms["lm"]["bandwidths"] = own
     rows = {row[1]: row for row in tables.bandwidths(found).rows if row[0] == "`qwen3-moe`"}
     assert rows["`lm`"][2] == "77.0 GB/s" and rows["`vlm`"][2] != rows["`lm`"][2]
-    assert not any("vlm-null" in arms for arms in rows), "an arm without a ceiling has no share"
+    arms["vlm"]["bandwidths"] = {}
+    (row,) = (row for row in tables.bandwidths(found).rows if row[0] == "`qwen3-moe`")
+    assert row[1] == "`lm`", "an arm without a ceiling has no share"
+
+
+def test_the_ceiling_that_is_drawn_is_the_one_that_is_told(record, page):
+    """Beside the reference, whatever arm comes first in the table."""
+    found = json.loads(json.dumps(record))
+    name = next(iter(found["ceilings"]))
+    for arm, entry in found["ceilings"][name]["arms"].items():
+        if arm != "vlm":
+            entry["bandwidths"]["read"] |= dict.fromkeys(("value", "min", "max"), 77e9)
+    read = found["ceilings"][name]["bandwidths"]["read"]["value"] / 1e9
+    drawn = "".join(svg for _, svg in charts.roofline(found).drawings)
+    assert f"ceiling {read:.3g} GB/s" in drawn and "ceiling 77 GB/s" not in drawn
+    assert "is the read beside the reference, on the first checkpoint that has one" in page
 
 
 def test_a_table_without_rows_is_a_sentence():
@@ -399,13 +416,21 @@ def test_no_mismatch_of_none_says_so():
     assert tables._decided({}) == numbers.ABSENT
 
 
+def test_an_arm_void_for_its_path_is_void_beside_its_tokens_too(record):
+    found = json.loads(json.dumps(record))
+    found["results"]["qwen3-moe"]["arms"]["lm"]["void"] = "its experts ran qmm_naive"
+    cells = {(row[0], row[1]): row[7] for row in tables.parity(found).rows}
+    assert cells["`qwen3-moe`", "`lm`"] == "**void**: its experts ran qmm_naive"
+    assert cells["`qwen3-moe`", "`vlm`"] == "no"
+
+
 def test_what_was_not_compared_neither_differs_nor_passes(markdown):
     assert tables.greedy({"greedy": None}) == tables.greedy({}) == "not compared"
     why = {"not_compared": "the command prints no token ids", "finite": None}
-    assert tables._voids(why) == (
+    assert tables._voids(why, None) == (
         "no, logits not seen; not compared: the command prints no token ids"
     )
-    assert tables._voids({"finite": True}) == "no" and "| passes |" not in markdown
+    assert tables._voids({"finite": True}, None) == "no" and "| passes |" not in markdown
 
 
 def test_the_commands_name_the_record_s_own_study():
@@ -476,6 +501,16 @@ def test_a_claim_says_when_it_stands_on_the_forced_pass_alone():
     assert "8.0 %, of an arm whose kernels are not proved, claimed" in tables.conditions(claim)[0]
     condition |= {"unproved": False, "drifts": True}
     assert "is 8.0 %, drifting one way through the rounds," in tables.conditions(claim)[0]
+    condition |= {"drifts": False, "by_term": condition["figure"], "by_term_state": "unclear"}
+    assert "in the whole term's, by which it is unclear, claimed" in tables.conditions(claim)[0]
+
+
+def test_an_answer_says_what_its_figure_stands_on():
+    at = {"figure": figure([0.08], "share", ["terms.json"]), "why": None}
+    assert trace_tables._known(at) == "8.0 %"
+    assert trace_tables._known(at | {"forced": True}) == "8.0 % (forced pass)"
+    doubts = {"unproved": True, "no_bound": "outdone"}
+    assert trace_tables._known(at | doubts).startswith("8.0 % (kernels not proved; no bound since")
 
 
 def test_a_gain_s_bound_has_its_unit():

@@ -248,4 +248,6 @@ def test_two_blocks_by_two_instruments_are_compared_by_the_forced_pass():
     assert found["ratio"]["value"] == pytest.approx(4.0) and found["ratio"]["n"] == 1
     base["kernels"]["forced_block"] = None
     found = module._gpu(arms, "fused", "vlm")
-    assert found["ratio"] is None and found["why"] == "the forced pass of vlm shows no MoE block"
+    assert (
+        found["ratio"] is None and found["why"] == "vlm has no forced pass that shows a MoE block"
+    )

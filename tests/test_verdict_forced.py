@@ -73,6 +73,16 @@ def test_a_question_s_kernels_that_the_forced_pass_does_not_name(tmp_path):
     )
 
 
+def test_an_answer_by_the_forced_pass_says_so(tmp_path, root):
+    tree = Tree(tmp_path, kernels=True).make()
+    changed(tree, method="forced")
+    tree.analyse(answers=[{"asks": "how much?", "by": ["gpu_ms.router", "busy"]}])
+    text = (tree.record(root / "templates") / "record.md").read_text()
+    (line,) = (line for line in text.splitlines() if "| how much? |" in line)
+    one, other = line.split("`busy`:")
+    assert "(forced pass)" in one.partition("`qwen3-moe` ")[2] and "(forced pass)" not in other
+
+
 def test_checkpoints_that_a_question_names_are_told_though_unknown(tmp_path, root):
     tree = Tree(tmp_path, kernels=True).make()
     by = {"asks": "how much?", "by": ["gpu_ms.router", "path"]}

@@ -112,6 +112,15 @@ def test_what_is_left_of_a_shared_expert_reads_none_of_its_weights():
     assert "shared_expert" not in rate(block, parts)["terms"]
 
 
+def test_without_a_kernel_trace_a_shared_expert_keeps_its_rate():
+    """By scopes alone, as on Metal: what the fused kernels read is not known."""
+    ms = {term: figure([2.0], "ms/token", ["scopes.json"]) for term in BYTES if term != "total"}
+    parts = {term: {"ms": time} for term, time in ms.items()}
+    got = rate(fused(CLAIMED, None, None, None), parts)
+    assert got["terms"]["shared_expert"]["bytes"]["value"] == 200
+    assert set(got["unknown"]) == {"expert_gather"}
+
+
 def test_a_lone_fused_kernel_reads_the_shared_experts_weights_too():
     made = Found({"bytes": {"per_token": BYTES}, "moe_layers": 2}, "a.json")
     (read,) = readers([row(KERNEL, 2.5)], made).values()
@@ -136,7 +145,12 @@ def analysed(tree, monkeypatch, **experts):
     return json.loads((folder / "analysis.json").read_text())
 
 
-def test_a_claim_tells_both_definitions(tmp_path, monkeypatch, root):
+@pytest.mark.parametrize(
+    ("than", "by_term", "told"),
+    [(0.7, "holds", "the whole term's, claimed"), (0.9, "fails", "by which it fails, claimed")],
+)
+def test_a_claim_tells_both_definitions(tmp_path, monkeypatch, root, than, by_term, told):
+    monkeypatch.setitem(CLAIM["all"][0], "than", than)
     tree = Tree(tmp_path, kernels=True, bandwidth=20e9).make()
     folder = tree.folder("trace/qwen3-moe.lm")
     with open(folder / "kernels.csv", newline="") as file:
@@ -157,8 +171,9 @@ def test_a_claim_tells_both_definitions(tmp_path, monkeypatch, root):
     entry = found["claims"][0]["checkpoints"]["qwen3-moe"]["conditions"][0]
     assert entry["figure"]["value"] == pytest.approx(6_193_152 / 0.3e-3 / 20e9, rel=0.01)
     assert entry["by_term"]["value"] == pytest.approx(6_193_152 / 0.38e-3 / 20e9, rel=0.02)
+    assert (entry["state"], entry["by_term_state"]) == ("holds", by_term)
     text = (tree.record(root / "templates") / "record.md").read_text()
-    assert "in its kernels' own time, " in text and " in the whole term's, claimed >= 70 %" in text
+    assert "in its kernels' own time, " in text and told in text
     assert "| expert gather, the fused kernels alone |" in text
     assert "| expert gather, the whole term |" in text
     assert "This definition came after the first measurements." in text

@@ -153,9 +153,16 @@ def test_a_claim_over_an_arm_whose_path_is_open_says_so(tmp_path):
              "all": [{"quantity": "ratio.lm", "is": ">", "than": 1.0},
                      {"quantity": "ratio.vlm-null", "is": ">", "than": 1.0},
                      {"quantity": "busy", "is": "<", "than": 0.5}]}  # fmt: skip
-    found = analysed(tree, ["custom_kernel_moescope_moe*"], claims=[claim])
-    conditions = found["claims"][0]["checkpoints"]["qwen3-moe"]["conditions"]
-    assert [entry["unproved"] for entry in conditions] == [True, False, False]
+    of_it = claim | {"name": "of-it", "arm": "lm"}
+    of_it["all"] = [{"quantity": name, "is": "<", "than": 0.9}
+                    for name in ("busy", "saved.skip-experts")]  # fmt: skip
+    found = analysed(tree, ["custom_kernel_moescope_moe*"], claims=[claim, of_it])
+    one, other = (
+        [entry["unproved"] for entry in told["checkpoints"]["qwen3-moe"]["conditions"]]
+        for told in found["claims"]
+    )
+    assert one == [True, False, False]
+    assert other == [True, False], "an intervention's saving is not of the claim's arm"
 
 
 def test_an_open_claim_is_told_with_its_reason(tmp_path):

@@ -527,7 +527,8 @@ def kernels(found: dict[str, Any], most: int = 20) -> Table:
         ]
         for row in found["kernels"][:most]
     ]
-    head = ["kernel", "term", "primitives", "launches/token", "ms/token", "share of busy"]
+    head = ["kernel", "term", "primitives", "launches/token", "ms/token"]
+    head.append("share of the pass" if found["method"] == FORCED else "share of busy")
     head.append("weights read per token")
     kept = len(head) - all(row[-1] == ABSENT for row in rows)
     return columns([row[:kept] for row in rows], head[:kept], 3)
@@ -538,7 +539,7 @@ def passes(found: dict[str, Any]) -> str:
     if found["method"] == FORCED:
         return "of one forced pass"
     several = any(part["ms"]["n"] > 1 for part in found["terms"].values())
-    return "medians over the passes" if several else "of one pass"
+    return "medians over the passes that have each" if several else "of one pass"
 
 
 def traced(record: Record) -> list[tuple[str, str, dict[str, Any]]]:
@@ -705,13 +706,15 @@ def candidates(record: Record) -> Table:
             row.append(show(against["gain"]))
             pair = traced.get(against["base"]), traced.get(arm)
             row += [_arrow([_at(one, key) for one in pair]) for key in ("launches", "busy_ms")]
-            # Two instruments say different things of one block: without both traces there is none.
-            *blocks, forced = alike(*pair) if all(pair) else (None, None, False)
+            # Two instruments say different things of one block: without both traces there is none,
+            # nor where one's terms are refused.
+            usable = all(one and not one["refused"] for one in pair)
+            *blocks, forced = alike(*pair) if usable else (None, None, False)
             for key in ("launches", "ms"):
                 cells = [_at(block, key) for block in blocks]
                 row.append(_arrow(cells) + (FORCED_PASS if forced and all(cells) else ""))
-            read = ceilings.get(arm)
-            rate = _at(read, "terms", "expert_gather")
+            # Without a kernel trace the terms of a ceiling are of the instrumented pass.
+            rate = _at(ceilings.get(arm), "terms", "expert_gather") if pair[1] else None
             for of in ("share", "copy_share"):
                 marks = _fallen_back(traced.get(arm)) + ("" if _at(rate, "of") else " (whole term)")
                 row.append(show(_at(rate, of)) + (marks if _at(rate, of) else ""))
@@ -827,7 +830,12 @@ def bandwidths(record: Record) -> Table:
     """The measured bandwidths, each with the arms whose shares are of it."""
     rows = []
     for checkpoint, found in record["ceilings"].items():
-        by_arm = {arm: ceiling["bandwidths"] for arm, ceiling in found["arms"].items()}
+        roles = {arm: record["results"][checkpoint]["arms"][arm]["role"] for arm in found["arms"]}
+        by_arm = {
+            arm: ceiling["bandwidths"]
+            for arm, ceiling in found["arms"].items()
+            if roles[arm] != "null"  # as in the table of ceilings
+        }
         for rates in [rates for rates in by_arm.values() if rates] or [found["bandwidths"]]:
             arms = ", ".join(code(arm) for arm, own in by_arm.items() if own == rates)
             row = [code(checkpoint), arms or ABSENT, *(show(rates.get(way)) for way in PATTERNS)]
@@ -842,8 +850,9 @@ def parity(record: Record) -> Table:
         for arm, entry in found.get("arms", {}).items():
             if record["results"][checkpoint]["arms"][arm]["absent"]:
                 continue
+            void = _voids(entry, record["results"][checkpoint]["arms"][arm]["void"])
             if arm == record["reference"]:
-                itself = ["the reference itself", *[ABSENT] * 4, _voids(entry)]
+                itself = ["the reference itself", *[ABSENT] * 4, void]
                 rows.append([code(checkpoint), code(arm), *itself])
                 continue
             forced = entry.get("forced") or {}
@@ -856,7 +865,7 @@ def parity(record: Record) -> Table:
                     _plain_count(forced.get("max_abs_logit")),
                     _decided(forced),
                     _plain_count(forced.get("perplexity_ratio")),
-                    _voids(entry),
+                    void,
                 ]
             )
     head = ["checkpoint", "arm", "greedy tokens", "top-1 agreement", "largest logit difference"]
@@ -876,10 +885,11 @@ def _decided(forced: dict[str, Any]) -> str:
     return f"{_plain_count(count)} of {_plain_count(of)}"
 
 
-def _voids(entry: dict[str, Any]) -> str:
-    """What speaks against using the arm's speed; that nothing does is no verdict on its tokens."""
-    if entry.get("void"):
-        return f"**void**: {plain(entry['void'])}"
+def _voids(entry: dict[str, Any], void: str | None) -> str:
+    """What speaks against using the arm's speed, in this pass or elsewhere (void); that nothing
+    does is no verdict on its tokens."""
+    if void := entry.get("void") or void:
+        return f"**void**: {plain(void)}"
     seen = "no" if entry.get("finite") else "no, logits not seen"
     why = entry.get("not_compared")
     return f"{seen}; not compared: {plain(why)}" if why else seen
@@ -988,6 +998,9 @@ def conditions(claim: dict[str, Any]) -> list[str]:
                 footing += f", {NO_BOUND[entry['no_bound']]}"
             if by_term := entry.get("by_term"):
                 footing += f" in its kernels' own time, {show(by_term)} in the whole term's"
+                state = entry.get("by_term_state")
+                if state != entry["state"]:
+                    footing += f", by which it {'is unclear' if state == 'unclear' else state}"
             figure = f"{show(entry['figure'])}{footing}"
             parts.append(f"{name} is {figure}, claimed {asked}: {entry['state']}")
         settled = ", ".join(code(name) for name in found["settled_by"])

@@ -206,8 +206,13 @@ def _tokens(found: dict[str, Any], record: Record) -> list[str]:
 
 
 def _known(at: dict[str, Any]) -> str:
-    mark = f" ({NO_BOUND[at['no_bound']]})" if at.get("no_bound") else ""
-    return show(at["figure"]) + mark
+    marks = [
+        "forced pass" if at.get("forced") else "",
+        "kernels not proved" if at.get("unproved") else "",
+        NO_BOUND.get(at.get("no_bound"), ""),
+    ]
+    told = "; ".join(filter(None, marks))
+    return show(at["figure"]) + (f" ({told})" if told else "")
 
 
 def _answer(found: dict[str, Any]) -> list[str]:

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from .claims import meaning, no_bound
+from .claims import footing, meaning, no_bound, unproved
 from .quantities import FORCED, PATH, NotMeasuredError, evaluate
 
 
 def answer(questions: list[dict[str, Any]], analysis: dict[str, Any]) -> list[dict[str, Any]]:
     """The study's ``answers`` in their order.
 
-    Each: {"asks", "arm", "by": [{"quantity", "means", "checkpoints": {name: {"figure", "why",
-    and with a figure "no_bound", see claims.no_bound}}}],
+    Each: {"asks", "arm", "by": [{"quantity", "means", "checkpoints": {name: {"figure", "why", and
+    with a figure "forced", "unproved" and "no_bound", as claims have them}}}],
     "paths": {name: {"kernels", "by_forced", "why"}}, "claims": [{"name", "says", "verdict"}],
     "not_measured", "named"}.
     Without ``checkpoints`` a question is about every checkpoint that the quantity is known of; of
@@ -43,10 +43,13 @@ def _answer(entry: dict[str, Any], analysis: dict[str, Any]) -> dict[str, Any]:
 def _figures(quantity: str, names: list[str], analysis: dict[str, Any], arm: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
+        arms = analysis["checkpoints"][name]["arms"]
         try:
             found[name] = {
                 "figure": evaluate(analysis, name, quantity, arm),
-                "no_bound": no_bound(quantity, analysis["checkpoints"][name]["arms"]),
+                "forced": footing(quantity, arms.get(arm))["forced"],
+                "unproved": unproved(quantity, arm, arms),
+                "no_bound": no_bound(quantity, arms),
                 "why": None,
             }
         except NotMeasuredError as error:

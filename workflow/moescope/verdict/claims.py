@@ -57,9 +57,9 @@ def _condition(
     found = {"quantity": entry["quantity"], "means": meaning(entry["quantity"])}
     found |= {"is": entry["is"], "than": entry["than"]}
     arms = analysis["checkpoints"][checkpoint]["arms"]
-    found |= _footing(entry["quantity"], arms.get(arm))
-    found["by_term"] = _by_term(entry["quantity"], arms.get(arm))
-    found["unproved"] = _unproved(entry["quantity"], arm, arms)
+    found |= footing(entry["quantity"], arms.get(arm))
+    found |= _by_term(entry, arms.get(arm))
+    found["unproved"] = unproved(entry["quantity"], arm, arms)
     found["drifts"] = _drifts(entry["quantity"], arms)
     found["no_bound"] = no_bound(entry["quantity"], arms)
     try:
@@ -88,7 +88,7 @@ RATES = ("ceiling_share", "copy_share")
 BY_TERMS = ("gpu_share", "gpu_lead", "gpu_ms", "gpu_launches", *RATES)
 
 
-def _footing(quantity: str, arm: dict[str, Any] | None) -> dict[str, Any]:
+def footing(quantity: str, arm: dict[str, Any] | None) -> dict[str, Any]:
     """What a figure of the GPU's terms stands on: ``forced``, whether the trace fell back to the
     forced pass; ``of_work``, a share of the GPU's time less what waits for the host (or None)."""
     head, _, term = quantity.partition(".")
@@ -102,19 +102,21 @@ def _footing(quantity: str, arm: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def _by_term(quantity: str, arm: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A rate of fused kernels by the whole term's time, as it was first defined, if it differs."""
-    head, _, term = quantity.partition(".")
-    if head not in RATES:
-        return None
-    rate = (((arm or {}).get("ceiling") or {}).get("terms") or {}).get(term) or {}
-    return (rate.get("by_term") or {}).get({"ceiling_share": "share"}.get(head, head))
+def _by_term(entry: dict[str, Any], arm: dict[str, Any] | None) -> dict[str, Any]:
+    """A rate of fused kernels by the whole term's time, as it was first defined, if it differs, and
+    how the condition stands by it."""
+    head, _, term = entry["quantity"].partition(".")
+    rates = (((arm or {}).get("ceiling") or {}).get("terms") or {}) if head in RATES else {}
+    by_term = (rates.get(term) or {}).get("by_term") or {}
+    figure = by_term.get({"ceiling_share": "share"}.get(head, head))
+    state = figure and rule.condition(figure["min"], figure["max"], entry["is"], entry["than"])
+    return {"by_term": figure, "by_term_state": state}
 
 
-def _unproved(quantity: str, arm: str, arms: dict[str, Any]) -> bool:
+def unproved(quantity: str, arm: str, arms: dict[str, Any]) -> bool:
     """Is it of an arm that claims kernels which no trace shows that it ran?"""
     head, _, name = quantity.partition(".")
-    named = any(f"{head}.<{kind}>" in PATTERNS for kind in ("arm", "candidate"))
+    named = any(f"{head}.<{kind}>" in PATTERNS for kind in ("arm", "candidate", "intervention"))
     return bool((arms.get(name if named else arm) or {}).get("unproved"))
 
 

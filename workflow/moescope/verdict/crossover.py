@@ -123,7 +123,9 @@ def _gpu(arms: dict[str, Any], arm: str, base: str) -> Point:
     *pair, forced = alike(*traces.values())
     for name, block in zip(traces, pair, strict=True):
         if why is None and not (block and block["ms"]["min"] > 0):
-            why = f"the {'forced pass' if forced else 'trace'} of {name} shows no MoE block"
+            why = f"the trace of {name} shows no MoE block"
+            if forced:
+                why = f"{name} has no forced pass that shows a MoE block"
     if why is not None:
         return found | {"why": why}
     blocks = {"base_ms": pair[0]["ms"], "ms": pair[1]["ms"], "forced": forced}

@@ -53,7 +53,8 @@ def fused(
         if ms is None:
             why = proof["why"] or "the terms that hold the fused kernels vary by more than these"
     layers = ((terms.value if terms else {}).get("path") or {}).get("moe_layers") or 0
-    return Fused(ms, why, mixed, elsewhere, reads_the_shared_expert(rows, layers))
+    # Without a table of kernels nothing says what they read: a pass by scopes keeps its terms.
+    return Fused(ms, why, mixed, elsewhere, bool(own) and reads_the_shared_expert(rows, layers))
 
 
 def _own_ms(own: path.Rows, file: str, parts: dict[str, Any]) -> Figure | None:
