@@ -8,9 +8,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from kernels.patching import CONFIGS, PACKAGES, model_of
+from kernels.patching import CONFIGS, PACKAGES, in_a_thread, model_of
 from moescope.kernels import families, fuse, unfuse, weights
 from moescope.kernels.classes import class_of, known
+from moescope.kernels.common import static_inputs
+from moescope.kernels.sites import sites
 
 INLINE = ["qwen3_moe", "olmoe", "mixtral", "phimoe", "lfm2_moe", "gpt_oss", "qwen3_next"]
 BY_MODULE = ["mlx-lm dots1", "mlx-vlm nemotron_h", "mlx-vlm deepseek_v4"]
@@ -206,6 +208,24 @@ def check_factors_of_nvfp4(text):
     for family in ("qwen3_moe", "nemotron_h"):
         error, report = differs(with_scales(model_of("mlx-vlm", family), name, scale))
         assert report.fused[0].spec.scaled and error < 2e-5, (family, error)
+
+
+def check_factors_in_another_thread():
+    """They are made of the scales in ``fuse``, for the reference and for the kernels' inputs."""
+    model = model_of("mlx-vlm", "qwen3_moe")
+    mx.eval(with_scales(model, "weight_scale_2", lambda *_: mx.array(2.0)).parameters())
+    block, x = blocks(model)[0], token(model, mx.float32)
+    own = block(x)
+    mx.eval(own)
+
+    def inputs():
+        site = sites(model, mx.float32)[0][0]
+        return static_inputs(site.spec, site.tensors, False)
+
+    first, second = in_a_thread(inputs)
+    mx.eval(first["up_global"], second["down_global"])
+    assert in_a_thread(lambda: fuse(model, backend="reference")).fused
+    assert mx.allclose(block(x), own, atol=1e-4).item()
 
 
 def check_factors_that_do_not_fit():

@@ -6,6 +6,7 @@ import gc
 import importlib
 import json
 import os
+import threading
 import time
 import weakref
 
@@ -21,12 +22,10 @@ from moescope.kernels.families import BLOCKS
 CONFIGS = json.loads(os.environ["MOESCOPE_TINY"]) if "MOESCOPE_TINY" in os.environ else {}
 PACKAGES = {"deepseek_v4": ["mlx-vlm"], "inkling": ["mlx-vlm"], "qwen3_5_moe": ["mlx-lm"]}
 FAMILIES = [f for f in CONFIGS if f != "qwen3"]
+BOTH = [f"{p} {f}" for f in FAMILIES for p in PACKAGES.get(f, ["mlx-lm", "mlx-vlm"])]
 CASES = {
-    "check_family": [
-        f"{package} {family}"
-        for family in FAMILIES
-        for package in PACKAGES.get(family, ["mlx-lm", "mlx-vlm"])
-    ],
+    "check_family": BOTH,
+    "check_another_thread": BOTH,
     "check_a_dropped_model_is_freed_at_once": [
         "mlx-lm qwen3_moe", "mlx-lm nemotron_h", "mlx-vlm qwen3_next", "mlx-vlm gemma4_text",
         "mlx-vlm deepseek_v4", "mlx-vlm inkling",
@@ -275,6 +274,25 @@ def check_a_dropped_model_is_freed_at_once(text):
         finally:
             del os.environ["MOESCOPE_FUSED_PARITY"]
     probe.tallies.clear()
+
+
+def in_a_thread(call):
+    """What it returns there."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def check_another_thread(text):
+    """A server loads in one and decodes in another: MLX runs what is evaluated, and no other's
+    graphs."""
+    package, family = text.split()
+    model = model_of(package, family)
+    plain = decode(package, model)
+    assert in_a_thread(lambda: fuse(model, backend="reference")).fused
+    assert decode(package, model) == plain
 
 
 def _types(model):

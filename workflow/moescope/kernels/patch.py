@@ -176,8 +176,10 @@ class OneToken:
 
 def _calls(site: Site, run: Callable[..., Any]) -> list[tuple[Any, OneToken]]:
     """The calls of the site's module and of its companion."""
-    kind = getattr(mx, site.spec.dtype)
-    mx.eval(site.tensors.small)
+    kind, made = getattr(mx, site.spec.dtype), site.tensors
+    factors = [p.factor for p in (made.gate, made.up, made.down) if p]
+    # All that is made here: a thread runs no array that another has only put into a graph.
+    mx.eval(site.held, made.small, factors)
     enter = site.enter(run)
     if parity.wanted():
         own = site.plain or type(site.module).__call__
