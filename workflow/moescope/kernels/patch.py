@@ -161,14 +161,16 @@ def _build(
 
 
 class OneToken:
-    """What stands in for one object's call where x is one token of this type; otherwise ``plain``
-    does, if it has one. Both are called with the object first.
+    """What stands in for one object's call where x is one token, ``size`` numbers of this type;
+    otherwise ``plain`` does, if it has one. Both are called with the object first.
 
     A deep copy of the object has arrays of its own, which no kernel knows: it has no such call.
     """
 
-    def __init__(self, kind: Any, enter: Callable, plain: Callable | None = None):
-        self.kind, self.enter, self.plain = kind, enter, plain
+    __slots__ = ("enter", "kind", "plain", "size")
+
+    def __init__(self, size: int, kind: Any, enter: Callable, plain: Callable | None = None):
+        self.size, self.kind, self.enter, self.plain = size, kind, enter, plain
 
     def __deepcopy__(self, memo: dict) -> None:
         return None
@@ -176,7 +178,7 @@ class OneToken:
 
 def _calls(site: Site, run: Callable[..., Any]) -> list[tuple[Any, OneToken]]:
     """The calls of the site's module and of its companion."""
-    kind, made = getattr(mx, site.spec.dtype), site.tensors
+    size, kind, made = site.hidden or site.spec.hidden, getattr(mx, site.spec.dtype), site.tensors
     factors = [p.factor for p in (made.gate, made.up, made.down) if p]
     # All that is made here: a thread runs no array that another has only put into a graph.
     mx.eval(site.held, made.small, factors)
@@ -184,10 +186,10 @@ def _calls(site: Site, run: Callable[..., Any]) -> list[tuple[Any, OneToken]]:
     if parity.wanted():
         own = site.plain or type(site.module).__call__
         enter = parity.probe.watch(site.path, enter, own)
-    calls = [(site.module, OneToken(kind, enter, site.plain))]
+    calls = [(site.module, OneToken(size, kind, enter, site.plain))]
     if site.companion:
         companion, call = site.companion
-        calls.append((companion, OneToken(kind, call)))
+        calls.append((companion, OneToken(size, kind, call)))
     return calls
 
 
@@ -196,7 +198,7 @@ def _fused_class(before: type) -> type:
     def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         one = getattr(self, CALL)
         if one is not None:
-            if x.size == x.shape[-1] and x.dtype == one.kind:
+            if x.size == one.size and x.dtype == one.kind:
                 return one.enter(self, x, *args, **kwargs)
             if one.plain is not None:
                 return one.plain(self, x, *args, **kwargs)
