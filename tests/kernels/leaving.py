@@ -1,6 +1,7 @@
 """What ``fuse`` leaves to the model's own path, and that it loses nothing of what it takes."""
 
 import copy
+import functools
 import importlib
 import json
 
@@ -307,18 +308,19 @@ def check_subclasses_of_gemma4s_parts():
 
 
 def check_calls_put_over_a_class():
-    """A call that something else has set on the package's own class."""
+    """A call that something else has set on the package's own class, by that one's name too."""
     model = model_of("mlx-lm", "qwen3_moe")
     kind = type(blocks(model)[0])
     own = kind.__call__
-    kind.__call__ = lambda self, x: own(self, x)
-    try:
-        found = reasons(model)
-    finally:
-        kind.__call__ = own
-    assert found == {
-        "a block of class mlx_lm.models.qwen3_moe.Qwen3MoeSparseMoeBlock with another call"
-    }
+    for name in (lambda call: call, functools.wraps(own)):
+        kind.__call__ = name(lambda self, x: own(self, x))
+        try:
+            found = reasons(model)
+        finally:
+            kind.__call__ = own
+        assert found == {
+            "a block of class mlx_lm.models.qwen3_moe.Qwen3MoeSparseMoeBlock with another call"
+        }
     assert fuse(model, backend="reference").fused
 
 
