@@ -6,6 +6,7 @@ import gc
 import importlib
 import json
 import os
+import pickle
 import threading
 import time
 import weakref
@@ -355,10 +356,14 @@ def check_a_change_over_one_block_leaves_all_fused():
 
 
 def check_a_copy_takes_its_own_path():
-    """A deep copy has arrays of its own: the kernels would go on with the first model's."""
+    """It has arrays of its own: the kernels would go on with the first model's."""
     for package, family in (("mlx-lm", "olmoe"), ("mlx-vlm", "gemma4_text")):
         model = model_of(package, family)
         fuse(model, backend="reference")
+        again = pickle.loads(pickle.dumps(model))
+        assert decode(package, again, 8) == decode(package, model, 8)
+        fused = next(m for _, m in model.named_modules() if patching.MARK in vars(type(m)))
+        assert not unfuse(again) and not unfuse(copy.copy(fused))
         other = copy.deepcopy(model)
         unfuse(model)
         other.update(tree_map_with_path(lambda path, a: a * 0.5 if "scales" in path else a,

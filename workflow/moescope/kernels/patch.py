@@ -162,18 +162,12 @@ def _build(
 
 class OneToken:
     """What stands in for one object's call where x is one token, ``size`` numbers of this type;
-    otherwise ``plain`` does, if it has one. Both are called with the object first.
-
-    A deep copy of the object has arrays of its own, which no kernel knows: it has no such call.
-    """
+    otherwise ``plain`` does, if it has one. Both are called with the object first."""
 
     __slots__ = ("enter", "kind", "plain", "size")
 
     def __init__(self, size: int, kind: Any, enter: Callable, plain: Callable | None = None):
         self.size, self.kind, self.enter, self.plain = size, kind, enter, plain
-
-    def __deepcopy__(self, memo: dict) -> None:
-        return None
 
 
 def _calls(site: Site, run: Callable[..., Any]) -> list[tuple[Any, OneToken]]:
@@ -197,15 +191,21 @@ def _calls(site: Site, run: Callable[..., Any]) -> list[tuple[Any, OneToken]]:
 def _fused_class(before: type) -> type:
     def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         one = getattr(self, CALL)
-        if one is not None:
-            if x.size == one.size and x.dtype == one.kind:
-                return one.enter(self, x, *args, **kwargs)
-            if one.plain is not None:
-                return one.plain(self, x, *args, **kwargs)
+        if x.size == one.size and x.dtype == one.kind:
+            return one.enter(self, x, *args, **kwargs)
+        if one.plain is not None:
+            return one.plain(self, x, *args, **kwargs)
         return before.__call__(self, x, *args, **kwargs)
+
+    def reduce(self: Any, protocol: Any) -> tuple:
+        # A copy has arrays of its own, which no kernel knows: it is of the class before.
+        _, _, state, *items = before.__reduce_ex__(self, protocol)
+        state = {name: value for name, value in state.items() if name != CALL}
+        return before.__new__, (before,), state, *items
 
     fields = {
         "__call__": call,
+        "__reduce_ex__": reduce,
         "__module__": before.__module__,
         "__qualname__": before.__qualname__,
         "__doc__": before.__doc__,
@@ -214,7 +214,7 @@ def _fused_class(before: type) -> type:
     return type(before.__name__, (before,), fields)
 
 
-def _put(module: Any, kind: type, call: OneToken | None) -> None:
+def _put(module: Any, kind: type, call: OneToken) -> None:
     object.__setattr__(module, CALL, call)
     object.__setattr__(module, "__class__", kind)
 
@@ -227,9 +227,9 @@ def unfuse(model: Any) -> int:
     return len(_lift(model))
 
 
-def _lift(model: Any) -> list[tuple[Any, type, OneToken | None]]:
+def _lift(model: Any) -> list[tuple[Any, type, OneToken]]:
     """Unfuse; the modules, with what makes them fused again."""
-    found: dict[int, tuple[Any, type, OneToken | None]] = {}
+    found: dict[int, tuple[Any, type, OneToken]] = {}
     for path, module in model.named_modules():
         kind = type(module)
         if MARK in vars(kind):
