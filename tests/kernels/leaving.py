@@ -173,6 +173,18 @@ def check_routers_sizes():
     assert reasons(model) == {"9 router logits where 8 are read"}
 
 
+def check_blocks_that_take_no_token():
+    """A router for another hidden size, whether or not the block's own path is asked."""
+    for package, family, name in (("mlx-vlm", "inkling", "gate_weight"), ("mlx-lm", "mixtral", "")):
+        model = model_of(package, family)
+        for block in blocks(model):
+            if name:
+                block[name] = block[name][:, :64]
+            else:
+                block.gate = nn.Linear(64, 8, bias=False)
+        assert all(text.startswith("it takes no token: [") for text in reasons(model))
+
+
 # --- global scales -------------------------------------------------------------------------------
 
 

@@ -179,6 +179,15 @@ def check_unknown_blocks_are_named():
     assert report.left[0][1] == f"no recogniser for class {name}"
 
 
+def check_a_block_alone():
+    """What is handed over may be the block, its experts, or a list: no module holds them."""
+    block = model_of("mlx-lm", "qwen3_moe", mx.bfloat16).layers[0].mlp
+    assert fuse(block).left == [("", "activations are neither bfloat16 nor float16")]
+    model, reason = nn.Module(), "no recogniser for class mlx_lm.models.switch_layers.SwitchGLU"
+    model.many = [block.switch_mlp]
+    assert fuse(block.switch_mlp).left == [("", reason)] and fuse(model).left == [("many", reason)]
+
+
 def check_latent_and_grouped():
     """nemotron_h with a narrower space for its experts, and with groups."""
     latent = model_of("mlx-lm", "nemotron_h", moe_latent_size=64)
@@ -335,7 +344,7 @@ def check_a_build_that_fails_changes_nothing():
 
 
 def check_a_change_over_one_block_leaves_all_fused():
-    """unfuse takes back all blocks or none."""
+    """unfuse takes back all blocks or none; a copy would lose the change."""
     model = model_of("mlx-lm", "olmoe")
     fuse(model, backend="reference")
     for layer in (0, 1):
@@ -343,11 +352,15 @@ def check_a_change_over_one_block_leaves_all_fused():
         under = type(block)
         object.__setattr__(block, "__class__", type("Over", (under,), {}))
         before = _types(model)
-        for call in (unfuse, fuse):
+        for call, told in (
+            (unfuse, f"model.layers.{layer}.mlp"),
+            (fuse, f"model.layers.{layer}.mlp"),
+            (copy.deepcopy, "before copying"),
+        ):
             try:
                 call(model)
             except UserError as error:
-                assert f"model.layers.{layer}.mlp" in str(error)
+                assert told in str(error)
             else:
                 raise AssertionError("not noticed")
             assert _types(model) == before

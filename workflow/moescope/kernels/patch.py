@@ -127,7 +127,7 @@ def _plan(
     language = backend or (here.language if here else "")
     report = Report(f"{here.name or here.language}" if here else "CPU")
     kind = activations(model)
-    if language != "reference" and kind not in (mx.bfloat16, mx.float16):
+    if language != "reference" and kind and kind not in (mx.bfloat16, mx.float16):
         kind = None
     found, report.left = sites(model, kind)
     if here and backend is None:
@@ -199,6 +199,8 @@ def _fused_class(before: type) -> type:
 
     def reduce(self: Any, protocol: Any) -> tuple:
         # A copy has arrays of its own, which no kernel knows: it is of the class before.
+        if type(self) is not kind:
+            raise UserError("another change lies over a fused call; take it back before copying")
         _, _, state, *items = before.__reduce_ex__(self, protocol)
         state = {name: value for name, value in state.items() if name != CALL}
         return before.__new__, (before,), state, *items
@@ -211,7 +213,8 @@ def _fused_class(before: type) -> type:
         "__doc__": before.__doc__,
         MARK: before,
     }
-    return type(before.__name__, (before,), fields)
+    kind = type(before.__name__, (before,), fields)
+    return kind
 
 
 def _put(module: Any, kind: type, call: OneToken) -> None:
