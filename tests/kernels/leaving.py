@@ -185,6 +185,16 @@ def check_blocks_that_take_no_token():
         assert all(text.startswith("it takes no token: [") for text in reasons(model))
 
 
+def check_outputs_of_another_size():
+    """Experts that write fewer numbers than they read, in a block that has no way back."""
+    model = model_of("mlx-lm", "mixtral")
+    for block in blocks(model):
+        down = block.switch_mlp.down_proj
+        for name in ("weight", "scales", "biases"):
+            down[name] = down[name][:, :64]
+    assert reasons(model) == {"its own path gives 64 numbers where 128 are written"}
+
+
 # --- global scales -------------------------------------------------------------------------------
 
 
@@ -242,13 +252,17 @@ def check_factors_in_another_thread():
 
 
 def check_factors_that_do_not_fit():
-    """A factor for each row, and activations that are quantised too."""
+    """A factor for each row, for three of eight experts; activations that are quantised too."""
     rows = with_scales(
         model_of("mlx-vlm", "qwen3_moe"),
         "weight_scale_2",
         lambda experts, rows: mx.random.uniform(0.5, 2.0, (experts, rows)),
     )
     assert reasons(rows) == {"a global scale for each row"}
+    three = with_scales(
+        model_of("mlx-vlm", "qwen3_moe"), "weight_scale_2", lambda *_: mx.array([1.0, 2.0, 3.0])
+    )
+    assert all("[reshape]" in text for text in reasons(three))
     both = with_scales(model_of("mlx-vlm", "qwen3_moe"), "weight_scale_2", lambda *_: mx.array(2.0))
     for block in blocks(both):
         block.switch_mlp.up_proj._quantize_activations = True

@@ -40,7 +40,7 @@ def sites(model: Any, dtype: Any) -> tuple[list[Site], list[tuple[str, str]]]:
             found.append(site)
         except Unsupported as reason:
             left.append((path, str(reason)))
-        except (AttributeError, KeyError, TypeError) as missing:
+        except (AttributeError, KeyError, TypeError, ValueError) as missing:
             left.append((path, f"not the block of mlx-lm 0.32.2 or mlx-vlm 0.7.10: {missing}"))
     return found, left
 
@@ -75,10 +75,12 @@ def _agree(site: Site, dtype: Any) -> None:
         fused = site.enter(run)(module, x, *rest)
     except (TypeError, ValueError, RuntimeError) as error:
         raise Unsupported(f"it takes no token: {error}") from error
-    if (fused.dtype, fused.shape) != (own.dtype, own.shape):
+    if fused.dtype != own.dtype:
         raise Unsupported(
             f"its own path gives {type_name(own.dtype)} for {type_name(dtype)} activations"
         )
+    if fused.shape != own.shape:
+        raise Unsupported(f"its own path gives {own.size} numbers where {fused.size} are written")
 
 
 _ANY_TYPE = ("picks", "pick_weights", "token")
