@@ -136,12 +136,14 @@ def check_prefill_and_batches_keep_their_path():
     calls = []
     kind = type(block)
     own = kind.__mro__[1].__call__
-    kind.__mro__[1].__call__ = lambda self, x: calls.append(x.shape) or own(self, x)
+    kind.__mro__[1].__call__ = lambda self, x: calls.append((x.shape, x.dtype)) or own(self, x)
     try:
         gots = [block(many), block(two)]
         block(many[:, :1])
+        block(many[:, :1].astype(mx.float32))
     finally:
         kind.__mro__[1].__call__ = own
+    assert calls == [(many.shape, many.dtype), (two.shape, two.dtype), ((1, 1, 128), mx.float32)]
     assert all(mx.array_equal(a, b).item() for a, b in zip(gots, wants, strict=True))
     unfuse(model)
     assert type(block) is kind.__mro__[1]
