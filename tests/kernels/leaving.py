@@ -469,6 +469,77 @@ def check_quantised_inputs():
     assert left == ("shared expert: a layer of class mlx.nn.layers.quantized.QQLinear",)
 
 
+# --- parts that do not go together ---------------------------------------------------------------
+
+
+def check_parts_of_experts():
+    """An activation for experts without a gate; biases on some; scales of another format."""
+    for family, change, want in (
+        (
+            "qwen3_moe",
+            lambda s: setattr(s, "activation", nn.ReLU2()),
+            "activation relu2 with a gate",
+        ),
+        ("gpt_oss", lambda s: s.up_proj.pop("bias"), "biases on some of the projections only"),
+        (
+            "qwen3_moe",
+            lambda s: setattr(s.up_proj, "global_scale", mx.ones((8,))),
+            "a global scale with mode affine",
+        ),
+    ):
+        model = model_of("mlx-lm", family)
+        for block in blocks(model):
+            change(switch_of(block))
+        assert reasons(model) == {want}
+
+
+def check_experts_on_several_devices():
+    """The block itself sums over them."""
+    for package, family in (("mlx-lm", "qwen3_moe"), ("mlx-vlm", "deepseek_v4")):
+        model = model_of(package, family)
+        for block in blocks(model):
+            block.sharding_group = object()
+        assert reasons(model) == {"experts spread over several devices"}
+
+
+def check_inklings_shared_experts_and_biases():
+    """Its router weighs shared experts; its scales come after a bias."""
+    model = model_of("mlx-vlm", "inkling")
+    for block in blocks(model):
+        block.n_shared = 0
+    assert reasons(model) == {"no shared experts among the router's"}
+    model = model_of("mlx-vlm", "inkling")
+    for block in blocks(model):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            layer = block.switch_mlp[name]
+            layer.bias = mx.zeros(layer.weight.shape[:2])
+    assert reasons(model) == {"biases before a factor for each expert"}
+
+
+def check_shared_experts_that_stay_apart():
+    """By limit, activation, biases and width; what is called beside the kernels is right."""
+    for package, family, dtype, config, limit, want in (
+        ("mlx-vlm", "deepseek_v4", mx.float32, {}, 0.25, "a shared expert with limit 0.25"),
+        ("mlx-vlm", "deepseek_v4", mx.float32, {}, 0.0, "a shared expert with swiglu"),
+        ("mlx-lm", "dots1", mx.float32, {"mlp_bias": True}, None, "a shared expert with biases"),
+        (
+            "mlx-lm",
+            "qwen3_next",
+            mx.bfloat16,
+            {"shared_expert_intermediate_size": 48},
+            None,
+            "rows of 48 weights are no multiple of 32",
+        ),
+    ):
+        model = model_of(package, family, dtype, **config)
+        for block in blocks(model):
+            if limit is not None:
+                block.shared_experts.swiglu_limit = limit
+        error, report = differs(model, dtype)
+        assert {b.left for b in report.fused} == {(f"shared expert: {want}",)}
+        assert error < (2e-5 if dtype == mx.float32 else 0.05), error
+
+
 # --- what changes the arithmetic -----------------------------------------------------------------
 
 

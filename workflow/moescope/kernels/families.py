@@ -182,8 +182,6 @@ def with_shared(
         raise Unsupported("a shared expert with another kind of gate")
     if up.columns != spec.hidden or down.rows != spec.out:
         raise Unsupported("a shared expert of another hidden size")
-    if up.rows % 32:
-        raise Unsupported(f"shared width {up.rows} is no multiple of 32")
     if weight == "router" and up.rows // spec.router.shared % 8:
         raise Unsupported(f"shared experts of width {up.rows // spec.router.shared}")
     shared = Shared(up.rows, gate.format if gate else None, up.format, down.format, weight)
