@@ -1,16 +1,18 @@
 """What ``fuse`` leaves to the model's own path, and that it loses nothing of what it takes."""
 
 import copy
+import functools
 import importlib
-import json
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from kernels.patching import CONFIGS, PACKAGES, model_of
+from kernels.patching import CONFIGS, PACKAGES, in_a_thread, model_of
 from moescope.kernels import families, fuse, unfuse, weights
 from moescope.kernels.classes import class_of, known
+from moescope.kernels.common import static_inputs
+from moescope.kernels.sites import sites
 
 INLINE = ["qwen3_moe", "olmoe", "mixtral", "phimoe", "lfm2_moe", "gpt_oss", "qwen3_next"]
 BY_MODULE = ["mlx-lm dots1", "mlx-vlm nemotron_h", "mlx-vlm deepseek_v4"]
@@ -170,6 +172,28 @@ def check_routers_sizes():
     assert reasons(model) == {"9 router logits where 8 are read"}
 
 
+def check_blocks_that_take_no_token():
+    """A router for another hidden size, whether or not the block's own path is asked."""
+    for package, family, name in (("mlx-vlm", "inkling", "gate_weight"), ("mlx-lm", "mixtral", "")):
+        model = model_of(package, family)
+        for block in blocks(model):
+            if name:
+                block[name] = block[name][:, :64]
+            else:
+                block.gate = nn.Linear(64, 8, bias=False)
+        assert all(text.startswith("it takes no token: [") for text in reasons(model))
+
+
+def check_outputs_of_another_size():
+    """Experts that write fewer numbers than they read, in a block that has no way back."""
+    model = model_of("mlx-lm", "mixtral")
+    for block in blocks(model):
+        down = block.switch_mlp.down_proj
+        for name in ("weight", "scales", "biases"):
+            down[name] = down[name][:, :64]
+    assert reasons(model) == {"its own path gives 64 numbers where 128 are written"}
+
+
 # --- global scales -------------------------------------------------------------------------------
 
 
@@ -208,14 +232,36 @@ def check_factors_of_nvfp4(text):
         assert report.fused[0].spec.scaled and error < 2e-5, (family, error)
 
 
+def check_factors_in_another_thread():
+    """They are made of the scales in ``fuse``, for the reference and for the kernels' inputs."""
+    model = model_of("mlx-vlm", "qwen3_moe")
+    mx.eval(with_scales(model, "weight_scale_2", lambda *_: mx.array(2.0)).parameters())
+    block, x = blocks(model)[0], token(model, mx.float32)
+    own = block(x)
+    mx.eval(own)
+
+    def inputs():
+        site = sites(model, mx.float32)[0][0]
+        return static_inputs(site.spec, site.tensors, False)
+
+    first, second = in_a_thread(inputs)
+    mx.eval(first["up_global"], second["down_global"])
+    assert in_a_thread(lambda: fuse(model, backend="reference")).fused
+    assert mx.allclose(block(x), own, atol=1e-4).item()
+
+
 def check_factors_that_do_not_fit():
-    """A factor for each row, and activations that are quantised too."""
+    """A factor for each row, for three of eight experts; activations that are quantised too."""
     rows = with_scales(
         model_of("mlx-vlm", "qwen3_moe"),
         "weight_scale_2",
         lambda experts, rows: mx.random.uniform(0.5, 2.0, (experts, rows)),
     )
     assert reasons(rows) == {"a global scale for each row"}
+    three = with_scales(
+        model_of("mlx-vlm", "qwen3_moe"), "weight_scale_2", lambda *_: mx.array([1.0, 2.0, 3.0])
+    )
+    assert all("[reshape]" in text for text in reasons(three))
     both = with_scales(model_of("mlx-vlm", "qwen3_moe"), "weight_scale_2", lambda *_: mx.array(2.0))
     for block in blocks(both):
         block.switch_mlp.up_proj._quantize_activations = True
@@ -287,18 +333,19 @@ def check_subclasses_of_gemma4s_parts():
 
 
 def check_calls_put_over_a_class():
-    """A call that something else has set on the package's own class."""
+    """A call that something else has set on the package's own class, by that one's name too."""
     model = model_of("mlx-lm", "qwen3_moe")
     kind = type(blocks(model)[0])
     own = kind.__call__
-    kind.__call__ = lambda self, x: own(self, x)
-    try:
-        found = reasons(model)
-    finally:
-        kind.__call__ = own
-    assert found == {
-        "a block of class mlx_lm.models.qwen3_moe.Qwen3MoeSparseMoeBlock with another call"
-    }
+    for name in (lambda call: call, functools.wraps(own)):
+        kind.__call__ = name(lambda self, x: own(self, x))
+        try:
+            found = reasons(model)
+        finally:
+            kind.__call__ = own
+        assert found == {
+            "a block of class mlx_lm.models.qwen3_moe.Qwen3MoeSparseMoeBlock with another call"
+        }
     assert fuse(model, backend="reference").fused
 
 
@@ -422,6 +469,77 @@ def check_quantised_inputs():
     assert left == ("shared expert: a layer of class mlx.nn.layers.quantized.QQLinear",)
 
 
+# --- parts that do not go together ---------------------------------------------------------------
+
+
+def check_parts_of_experts():
+    """An activation for experts without a gate; biases on some; scales of another format."""
+    for family, change, want in (
+        (
+            "qwen3_moe",
+            lambda s: setattr(s, "activation", nn.ReLU2()),
+            "activation relu2 with a gate",
+        ),
+        ("gpt_oss", lambda s: s.up_proj.pop("bias"), "biases on some of the projections only"),
+        (
+            "qwen3_moe",
+            lambda s: setattr(s.up_proj, "global_scale", mx.ones((8,))),
+            "a global scale with mode affine",
+        ),
+    ):
+        model = model_of("mlx-lm", family)
+        for block in blocks(model):
+            change(switch_of(block))
+        assert reasons(model) == {want}
+
+
+def check_experts_on_several_devices():
+    """The block itself sums over them."""
+    for package, family in (("mlx-lm", "qwen3_moe"), ("mlx-vlm", "deepseek_v4")):
+        model = model_of(package, family)
+        for block in blocks(model):
+            block.sharding_group = object()
+        assert reasons(model) == {"experts spread over several devices"}
+
+
+def check_inklings_shared_experts_and_biases():
+    """Its router weighs shared experts; its scales come after a bias."""
+    model = model_of("mlx-vlm", "inkling")
+    for block in blocks(model):
+        block.n_shared = 0
+    assert reasons(model) == {"no shared experts among the router's"}
+    model = model_of("mlx-vlm", "inkling")
+    for block in blocks(model):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            layer = block.switch_mlp[name]
+            layer.bias = mx.zeros(layer.weight.shape[:2])
+    assert reasons(model) == {"biases before a factor for each expert"}
+
+
+def check_shared_experts_that_stay_apart():
+    """By limit, activation, biases and width; what is called beside the kernels is right."""
+    for package, family, dtype, config, limit, want in (
+        ("mlx-vlm", "deepseek_v4", mx.float32, {}, 0.25, "a shared expert with limit 0.25"),
+        ("mlx-vlm", "deepseek_v4", mx.float32, {}, 0.0, "a shared expert with swiglu"),
+        ("mlx-lm", "dots1", mx.float32, {"mlp_bias": True}, None, "a shared expert with biases"),
+        (
+            "mlx-lm",
+            "qwen3_next",
+            mx.bfloat16,
+            {"shared_expert_intermediate_size": 48},
+            None,
+            "rows of 48 weights are no multiple of 32",
+        ),
+    ):
+        model = model_of(package, family, dtype, **config)
+        for block in blocks(model):
+            if limit is not None:
+                block.shared_experts.swiglu_limit = limit
+        error, report = differs(model, dtype)
+        assert {b.left for b in report.fused} == {(f"shared expert: {want}",)}
+        assert error < (2e-5 if dtype == mx.float32 else 0.05), error
+
+
 # --- what changes the arithmetic -----------------------------------------------------------------
 
 
@@ -471,11 +589,13 @@ def check_a_layer_in_two_places():
 
 
 def check_nothing_is_changed_by_looking():
-    """What ``fuse`` looks at while it decides stays as it was."""
+    """What ``fuse`` looks at while it decides stays as it was, the very arrays."""
     for package, family in (("mlx-vlm", "inkling"), ("mlx-vlm", "deepseek_v4")):
         model = model_of(package, family)
         before = {path: sorted(m) for path, m in model.named_modules()}
+        arrays = tree_flatten(model.parameters())
         fuse(model, backend="reference")
         unfuse(model)
         assert {path: sorted(m) for path, m in model.named_modules()} == before
-        assert json.dumps([n for n, _ in tree_flatten(model.parameters())])
+        after = tree_flatten(model.parameters())
+        assert all(x[0] == y[0] and x[1] is y[1] for x, y in zip(arrays, after, strict=True))

@@ -6,6 +6,8 @@ import gc
 import importlib
 import json
 import os
+import pickle
+import threading
 import time
 import weakref
 
@@ -21,12 +23,10 @@ from moescope.kernels.families import BLOCKS
 CONFIGS = json.loads(os.environ["MOESCOPE_TINY"]) if "MOESCOPE_TINY" in os.environ else {}
 PACKAGES = {"deepseek_v4": ["mlx-vlm"], "inkling": ["mlx-vlm"], "qwen3_5_moe": ["mlx-lm"]}
 FAMILIES = [f for f in CONFIGS if f != "qwen3"]
+BOTH = [f"{p} {f}" for f in FAMILIES for p in PACKAGES.get(f, ["mlx-lm", "mlx-vlm"])]
 CASES = {
-    "check_family": [
-        f"{package} {family}"
-        for family in FAMILIES
-        for package in PACKAGES.get(family, ["mlx-lm", "mlx-vlm"])
-    ],
+    "check_family": BOTH,
+    "check_another_thread": BOTH,
     "check_a_dropped_model_is_freed_at_once": [
         "mlx-lm qwen3_moe", "mlx-lm nemotron_h", "mlx-vlm qwen3_next", "mlx-vlm gemma4_text",
         "mlx-vlm deepseek_v4", "mlx-vlm inkling",
@@ -136,12 +136,14 @@ def check_prefill_and_batches_keep_their_path():
     calls = []
     kind = type(block)
     own = kind.__mro__[1].__call__
-    kind.__mro__[1].__call__ = lambda self, x: calls.append(x.shape) or own(self, x)
+    kind.__mro__[1].__call__ = lambda self, x: calls.append((x.shape, x.dtype)) or own(self, x)
     try:
         gots = [block(many), block(two)]
         block(many[:, :1])
+        block(many[:, :1].astype(mx.float32))
     finally:
         kind.__mro__[1].__call__ = own
+    assert calls == [(many.shape, many.dtype), (two.shape, two.dtype), ((1, 1, 128), mx.float32)]
     assert all(mx.array_equal(a, b).item() for a, b in zip(gots, wants, strict=True))
     unfuse(model)
     assert type(block) is kind.__mro__[1]
@@ -177,6 +179,15 @@ def check_unknown_blocks_are_named():
         BLOCKS[name] = kept
     assert [path for path, _ in report.left] == ["model.layers.0.mlp", "model.layers.1.mlp"]
     assert report.left[0][1] == f"no recogniser for class {name}"
+
+
+def check_a_block_alone():
+    """What is handed over may be the block, its experts, or a list: no module holds them."""
+    block = model_of("mlx-lm", "qwen3_moe", mx.bfloat16).layers[0].mlp
+    assert fuse(block).left == [("", "activations are neither bfloat16 nor float16")]
+    model, reason = nn.Module(), "no recogniser for class mlx_lm.models.switch_layers.SwitchGLU"
+    model.many = [block.switch_mlp]
+    assert fuse(block.switch_mlp).left == [("", reason)] and fuse(model).left == [("many", reason)]
 
 
 def check_latent_and_grouped():
@@ -277,6 +288,25 @@ def check_a_dropped_model_is_freed_at_once(text):
     probe.tallies.clear()
 
 
+def in_a_thread(call):
+    """What it returns there."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def check_another_thread(text):
+    """A server loads in one and decodes in another: MLX runs what is evaluated, and no other's
+    graphs."""
+    package, family = text.split()
+    model = model_of(package, family)
+    plain = decode(package, model)
+    assert in_a_thread(lambda: fuse(model, backend="reference")).fused
+    assert decode(package, model) == plain
+
+
 def _types(model):
     return {path: type(module) for path, module in model.named_modules()}
 
@@ -316,7 +346,7 @@ def check_a_build_that_fails_changes_nothing():
 
 
 def check_a_change_over_one_block_leaves_all_fused():
-    """unfuse takes back all blocks or none."""
+    """unfuse takes back all blocks or none; a copy would lose the change."""
     model = model_of("mlx-lm", "olmoe")
     fuse(model, backend="reference")
     for layer in (0, 1):
@@ -324,11 +354,15 @@ def check_a_change_over_one_block_leaves_all_fused():
         under = type(block)
         object.__setattr__(block, "__class__", type("Over", (under,), {}))
         before = _types(model)
-        for call in (unfuse, fuse):
+        for call, told in (
+            (unfuse, f"model.layers.{layer}.mlp"),
+            (fuse, f"model.layers.{layer}.mlp"),
+            (copy.deepcopy, "before copying"),
+        ):
             try:
                 call(model)
             except UserError as error:
-                assert f"model.layers.{layer}.mlp" in str(error)
+                assert told in str(error)
             else:
                 raise AssertionError("not noticed")
             assert _types(model) == before
@@ -337,10 +371,14 @@ def check_a_change_over_one_block_leaves_all_fused():
 
 
 def check_a_copy_takes_its_own_path():
-    """A deep copy has arrays of its own: the kernels would go on with the first model's."""
+    """It has arrays of its own: the kernels would go on with the first model's."""
     for package, family in (("mlx-lm", "olmoe"), ("mlx-vlm", "gemma4_text")):
         model = model_of(package, family)
         fuse(model, backend="reference")
+        again = pickle.loads(pickle.dumps(model))
+        assert decode(package, again, 8) == decode(package, model, 8)
+        fused = next(m for _, m in model.named_modules() if patching.MARK in vars(type(m)))
+        assert not unfuse(again) and not unfuse(copy.copy(fused))
         other = copy.deepcopy(model)
         unfuse(model)
         other.update(tree_map_with_path(lambda path, a: a * 0.5 if "scales" in path else a,

@@ -34,4 +34,6 @@ def known(module: Any, classes: Collection[str], what: str) -> str:
 
 
 def _package(thing: Any) -> str:
-    return str(getattr(thing, "__module__", "")).partition(".")[0]
+    # A wrapper may have taken over the name of what it wraps, but not where it was written.
+    home = getattr(thing, "__globals__", {}).get("__name__") or getattr(thing, "__module__", "")
+    return str(home).partition(".")[0]

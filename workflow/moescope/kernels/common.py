@@ -72,6 +72,8 @@ def static_inputs(spec: Spec, tensors: Tensors, prefetch: bool) -> tuple[dict, d
             )
         if spec.biased and projection:
             into[name + "_bias"] = projection.bias
+    # Made here, and to be read in whatever thread decodes.
+    mx.eval([array for name, array in (first | second).items() if name.endswith("_global")])
     return first, second
 
 

@@ -29,8 +29,8 @@ class Site:
     module's call for one token. plain: the module's own path from the same arguments, where that
     is not simply its call. companion: a module that changes with it, and its call for one token,
     whose results follow x in the module's call. Each of these functions is called with its module
-    first, and holds no reference to it: a model that is dropped is freed at once. left: what of
-    the block keeps its own path, and why.
+    first, and holds no reference to it: a model that is dropped is freed at once. held: arrays of
+    their own that they hold. left: what of the block keeps its own path, and why.
 
     For looking at types (sites.py): hidden, the size of x where it is not the experts'; rest(x),
     what follows x in the module's own call; rounds, that this ends by rounding to x's type.
@@ -43,6 +43,7 @@ class Site:
     enter: Callable[[Run], Callable[..., Any]]
     plain: Callable[..., Any] | None = None
     companion: tuple[Any, Callable[..., Any]] | None = None
+    held: list[Any] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     hidden: int = 0
     rest: Callable[[Any], tuple] = lambda x: ()
@@ -181,8 +182,6 @@ def with_shared(
         raise Unsupported("a shared expert with another kind of gate")
     if up.columns != spec.hidden or down.rows != spec.out:
         raise Unsupported("a shared expert of another hidden size")
-    if up.rows % 32:
-        raise Unsupported(f"shared width {up.rows} is no multiple of 32")
     if weight == "router" and up.rows // spec.router.shared % 8:
         raise Unsupported(f"shared experts of width {up.rows // spec.router.shared}")
     shared = Shared(up.rows, gate.format if gate else None, up.format, down.format, weight)
@@ -324,12 +323,13 @@ def _sigmoid_router(gate: Any, found: Experts, dtype: Any) -> tuple[Router, dict
     return router, {"choice_bias": _float32(gate.e_score_correction_bias)}
 
 
-def _routed(spec: Spec, gate: Any) -> Callable[[Any], tuple]:
-    """What the kernels take of a gate with a raw ``weight``: its logits, or its own choice."""
+def _routed(spec: Spec, gate: Any) -> tuple[Callable[[Any], tuple], list[Any]]:
+    """What the kernels take of a gate with a raw ``weight``: its logits, or its own choice; and the
+    arrays that this holds."""
     if spec.router.select == "given":
-        return lambda x: tuple(part.reshape(-1) for part in gate(x))
+        return lambda x: tuple(part.reshape(-1) for part in gate(x)), []
     weight = gate.weight.T
-    return lambda x: (x @ weight,)
+    return lambda x: (x @ weight,), [weight]
 
 
 def dots1(path: str, block: Any, dtype: Any) -> Site:
@@ -349,7 +349,8 @@ def nemotron_h(path: str, block: Any, dtype: Any) -> Site:
     shared = block.shared_experts if block.config.n_shared_experts is not None else None
     if block.moe_latent_size is None:
         return _beside_shared(path, block, dtype, spec, tensors, shared)
-    routed, into, out = _routed(spec, block.gate), block.fc1_latent_proj, block.fc2_latent_proj
+    routed, held = _routed(spec, block.gate)
+    into, out = block.fc1_latent_proj, block.fc2_latent_proj
     left = ["latent projections" + (", shared expert: outside the latent space" if shared else "")]
 
     def enter(run: Run) -> Callable[..., Any]:
@@ -361,7 +362,7 @@ def nemotron_h(path: str, block: Any, dtype: Any) -> Site:
         return call
 
     hidden = block.gate.weight.shape[-1]
-    return Site(path, block, spec, tensors, enter, left=left, hidden=hidden)
+    return Site(path, block, spec, tensors, enter, held=held, left=left, hidden=hidden)
 
 
 def _beside_shared(
@@ -376,7 +377,7 @@ def _beside_shared(
         except Unsupported as reason:
             left.append(f"shared expert: {reason}")
             apart = shared
-    routed = _routed(spec, block.gate)
+    routed, held = _routed(spec, block.gate)
 
     def enter(run: Run) -> Callable[..., Any]:
         def call(_: Any, x: Any) -> Any:
@@ -385,7 +386,7 @@ def _beside_shared(
 
         return call
 
-    return Site(path, block, spec, tensors, enter, left=left)
+    return Site(path, block, spec, tensors, enter, held=held, left=left)
 
 
 def gemma4(path: str, layer: Any, dtype: Any) -> Site:
@@ -399,7 +400,6 @@ def gemma4(path: str, layer: Any, dtype: Any) -> Site:
     small = {"expert_factor": _float32(router.per_expert_scale)}
     spec, tensors = spec_of(found, how, dtype, small)
     scale = router.scale * router._root_size
-    mx.eval(scale)
     project, epsilon = router.proj, router.eps
     original = type(holder).__call__
 
@@ -429,6 +429,7 @@ def gemma4(path: str, layer: Any, dtype: Any) -> Site:
         enter,
         plain,
         (router, logits_only),
+        held=[scale],
         rest=router,
     )
 
@@ -492,7 +493,7 @@ def deepseek_v4(path: str, block: Any, dtype: Any) -> Site:
     def token(x: Any) -> tuple:
         return (mx.zeros(x.shape[:-1], mx.int32),)
 
-    return Site(path, block, spec, tensors, enter, left=left, rest=token)
+    return Site(path, block, spec, tensors, enter, held=[weight], left=left, rest=token)
 
 
 def inkling(path: str, block: Any, dtype: Any) -> Site:
@@ -532,7 +533,7 @@ def inkling(path: str, block: Any, dtype: Any) -> Site:
 
         return call
 
-    return Site(path, block, spec, tensors, enter, rounds=True)
+    return Site(path, block, spec, tensors, enter, held=[weight], rounds=True)
 
 
 BLOCKS: dict[str, Callable[[str, Any, Any], Site]] = {

@@ -127,7 +127,7 @@ def _plan(
     language = backend or (here.language if here else "")
     report = Report(f"{here.name or here.language}" if here else "CPU")
     kind = activations(model)
-    if language != "reference" and kind not in (mx.bfloat16, mx.float16):
+    if language != "reference" and kind and kind not in (mx.bfloat16, mx.float16):
         kind = None
     found, report.left = sites(model, kind)
     if here and backend is None:
@@ -161,31 +161,29 @@ def _build(
 
 
 class OneToken:
-    """What stands in for one object's call where x is one token of this type; otherwise ``plain``
-    does, if it has one. Both are called with the object first.
+    """What stands in for one object's call where x is one token, ``size`` numbers of this type;
+    otherwise ``plain`` does, if it has one. Both are called with the object first."""
 
-    A deep copy of the object has arrays of its own, which no kernel knows: it has no such call.
-    """
+    __slots__ = ("enter", "kind", "plain", "size")
 
-    def __init__(self, kind: Any, enter: Callable, plain: Callable | None = None):
-        self.kind, self.enter, self.plain = kind, enter, plain
-
-    def __deepcopy__(self, memo: dict) -> None:
-        return None
+    def __init__(self, size: int, kind: Any, enter: Callable, plain: Callable | None = None):
+        self.size, self.kind, self.enter, self.plain = size, kind, enter, plain
 
 
 def _calls(site: Site, run: Callable[..., Any]) -> list[tuple[Any, OneToken]]:
     """The calls of the site's module and of its companion."""
-    kind = getattr(mx, site.spec.dtype)
-    mx.eval(site.tensors.small)
+    size, kind, made = site.hidden or site.spec.hidden, getattr(mx, site.spec.dtype), site.tensors
+    factors = [p.factor for p in (made.gate, made.up, made.down) if p]
+    # All that is made here: a thread runs no array that another has only put into a graph.
+    mx.eval(site.held, made.small, factors)
     enter = site.enter(run)
     if parity.wanted():
         own = site.plain or type(site.module).__call__
         enter = parity.probe.watch(site.path, enter, own)
-    calls = [(site.module, OneToken(kind, enter, site.plain))]
+    calls = [(site.module, OneToken(size, kind, enter, site.plain))]
     if site.companion:
         companion, call = site.companion
-        calls.append((companion, OneToken(kind, call)))
+        calls.append((companion, OneToken(size, kind, call)))
     return calls
 
 
@@ -193,24 +191,33 @@ def _calls(site: Site, run: Callable[..., Any]) -> list[tuple[Any, OneToken]]:
 def _fused_class(before: type) -> type:
     def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         one = getattr(self, CALL)
-        if one is not None:
-            if x.size == x.shape[-1] and x.dtype == one.kind:
-                return one.enter(self, x, *args, **kwargs)
-            if one.plain is not None:
-                return one.plain(self, x, *args, **kwargs)
+        if x.size == one.size and x.dtype == one.kind:
+            return one.enter(self, x, *args, **kwargs)
+        if one.plain is not None:
+            return one.plain(self, x, *args, **kwargs)
         return before.__call__(self, x, *args, **kwargs)
+
+    def reduce(self: Any, protocol: Any) -> tuple:
+        # A copy has arrays of its own, which no kernel knows: it is of the class before.
+        if type(self) is not kind:
+            raise UserError("another change lies over a fused call; take it back before copying")
+        _, _, state, *items = before.__reduce_ex__(self, protocol)
+        state = {name: value for name, value in state.items() if name != CALL}
+        return before.__new__, (before,), state, *items
 
     fields = {
         "__call__": call,
+        "__reduce_ex__": reduce,
         "__module__": before.__module__,
         "__qualname__": before.__qualname__,
         "__doc__": before.__doc__,
         MARK: before,
     }
-    return type(before.__name__, (before,), fields)
+    kind = type(before.__name__, (before,), fields)
+    return kind
 
 
-def _put(module: Any, kind: type, call: OneToken | None) -> None:
+def _put(module: Any, kind: type, call: OneToken) -> None:
     object.__setattr__(module, CALL, call)
     object.__setattr__(module, "__class__", kind)
 
@@ -223,9 +230,9 @@ def unfuse(model: Any) -> int:
     return len(_lift(model))
 
 
-def _lift(model: Any) -> list[tuple[Any, type, OneToken | None]]:
+def _lift(model: Any) -> list[tuple[Any, type, OneToken]]:
     """Unfuse; the modules, with what makes them fused again."""
-    found: dict[int, tuple[Any, type, OneToken | None]] = {}
+    found: dict[int, tuple[Any, type, OneToken]] = {}
     for path, module in model.named_modules():
         kind = type(module)
         if MARK in vars(kind):

@@ -25,11 +25,12 @@ def sites(model: Any, dtype: Any) -> tuple[list[Site], list[tuple[str, str]]]:
         seen.add(id(module))
         kind = next((k for k in map(dotted, type(module).__mro__) if k in BLOCKS), "")
         if not kind or (BLOCKS[kind] is gemma4 and "router" not in module):
-            if _is_switch(module) and not any(path.startswith(p + ".") for p in owned):
-                parent = path.rpartition(".")[0] if "." in path else path
-                left.append((parent, f"no recogniser for class {class_of(modules[parent])}"))
+            if _is_switch(module) and not path.startswith(tuple(owned)):
+                parent = path.rpartition(".")[0]
+                holder = modules.get(parent, module)  # a list is none
+                left.append((parent, f"no recogniser for class {class_of(holder)}"))
             continue
-        owned.add(path)
+        owned.add(f"{path}." if path else "")
         try:
             if dtype is None:
                 raise Unsupported("activations are neither bfloat16 nor float16")
@@ -39,7 +40,7 @@ def sites(model: Any, dtype: Any) -> tuple[list[Site], list[tuple[str, str]]]:
             found.append(site)
         except Unsupported as reason:
             left.append((path, str(reason)))
-        except (AttributeError, KeyError, TypeError) as missing:
+        except (AttributeError, KeyError, TypeError, ValueError) as missing:
             left.append((path, f"not the block of mlx-lm 0.32.2 or mlx-vlm 0.7.10: {missing}"))
     return found, left
 
@@ -53,14 +54,6 @@ def _agree(site: Site, dtype: Any) -> None:
     where the block's own path ends in another type. Both are seen on graphs that nothing runs."""
     module = site.module
     x = mx.zeros((1, 1, site.hidden or site.spec.hidden), dtype)
-    try:
-        rest = site.rest(x)
-        own = x if site.rounds else type(module).__call__(module, x, *rest)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise Unsupported(f"its own path fails: {error}") from error
-    if site.companion:
-        companion, call = site.companion
-        rest = call(companion, x)
 
     def run(shape: tuple[int, ...], *dynamic: Any) -> Any:
         for name, array in zip(dynamic_names(site.spec), dynamic, strict=True):
@@ -73,11 +66,21 @@ def _agree(site: Site, dtype: Any) -> None:
                 raise Unsupported(f"{array.size} {what} where {size} are read")
         return mx.zeros(shape, dtype)
 
-    fused = site.enter(run)(module, x, *rest)
-    if (fused.dtype, fused.shape) != (own.dtype, own.shape):
+    try:
+        rest = site.rest(x)
+        own = x if site.rounds else type(module).__call__(module, x, *rest)
+        if site.companion:
+            companion, call = site.companion
+            rest = call(companion, x)
+        fused = site.enter(run)(module, x, *rest)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise Unsupported(f"it takes no token: {error}") from error
+    if fused.dtype != own.dtype:
         raise Unsupported(
             f"its own path gives {type_name(own.dtype)} for {type_name(dtype)} activations"
         )
+    if fused.shape != own.shape:
+        raise Unsupported(f"its own path gives {own.size} numbers where {fused.size} are written")
 
 
 _ANY_TYPE = ("picks", "pick_weights", "token")
