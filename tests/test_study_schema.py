@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from moescope.errors import UserError
-from moescope.study import session
+from moescope.study import patches, session
 from moescope.study.load import load, read_yaml
 from moescope.study.schema import Machine
 
@@ -272,9 +272,21 @@ def test_a_patch_that_the_worker_would_refuse_is_refused_before(config, root, pa
 
 
 def test_patches_of_every_kind_are_accepted(config, root):
-    patches = ["fused", "split_gather=4", "delay_step=0.5ms", "spin_router=30us"]
+    patches = ["split_gather=4", "top_k=2", "fused", "delay_step=0.5ms", "spin_attention=30us"]
     config["arms"]["skip-experts"]["patches"] = patches
     assert load(config, "config.yaml", root).arms["skip-experts"].patches == patches
+
+
+@pytest.mark.parametrize(
+    "patch", ["skip_router", "top_k=2", "delay_router=1ms", "spin_expert_gather=9us"]
+)
+def test_a_change_inside_a_fused_block_is_refused(config, root, patch):
+    """The kernels would pass it over, and the arm would be taken for what it is not."""
+    config["arms"]["skip-experts"]["patches"] = ["fused", patch]
+    assert f"arms.skip-experts.patches: {patch!r} after 'fused' changes nothing" in complaint(
+        config, root
+    )
+    assert set(patches.INSIDE) < set(patches.known())
 
 
 def test_a_command_has_no_patches(config, root):

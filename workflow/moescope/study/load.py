@@ -289,6 +289,11 @@ def _patches(study: Study) -> list[str]:
             elif re.fullmatch(known[kind], value) is None:
                 (spelt,) = patches.spelt({kind: known[kind]})
                 lines.append(f"arms.{name}.patches: {patch!r} is not allowed; it is {spelt}")
+        lines += [
+            f"arms.{name}.patches: {patch!r} after {fused!r} changes nothing of a decoded token, "
+            "which the fused kernels make; put it before, or leave one out"
+            for fused, patch in patches.passed_over(arm.patches)
+        ]
     return lines
 
 

@@ -11,6 +11,12 @@ SOURCE = Path(__file__).resolve().parents[1] / "worker" / "patches.py"
 # How a value is spelt, for the patterns that the worker's table uses.
 SPELT = {"": "", r"(\d+)": "=N", r"(\d+(?:\.\d+)?)ms": "=Nms", r"(\d+(?:\.\d+)?)us": "=Nus"}
 
+# What the fused kernels do in the place of modules, so that a later change of these is passed over.
+INSIDE = ("skip_experts", "skip_router", "top_k", "split_gather")
+INSIDE += tuple(
+    f"{how}_{term}" for how in ("delay", "spin") for term in ("router", "expert_gather")
+)
+
 
 @cache
 def known() -> dict[str, str]:
@@ -30,6 +36,17 @@ def known() -> dict[str, str]:
 def spelt(patches: Mapping[str, str]) -> Iterable[str]:
     """Each patch as a study writes it: "top_k=N"."""
     return [name + SPELT.get(pattern, f"={pattern}") for name, pattern in patches.items()]
+
+
+def passed_over(patches: list[str]) -> list[tuple[str, str]]:
+    """Pairs of a patch that fuses and a later one of an arm that changes the inside of a block."""
+    return [
+        (fused, patch)
+        for at, fused in enumerate(patches)
+        if fused.startswith("fused")
+        for patch in patches[at + 1 :]
+        if patch.partition("=")[0] in INSIDE
+    ]
 
 
 def _strings(node: ast.Assign) -> dict[str, str]:
