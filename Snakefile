@@ -27,6 +27,10 @@ wildcard_constraints:
     subject=r"[a-z0-9][a-z0-9.@-]*",
 
 
+onstart:
+    LOCK = only_run()
+
+
 localrules:
     record,
     explain,

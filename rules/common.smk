@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(workflow.basedir) / "workflow"))
 
 from moescope.errors import UserError
+from moescope.onerun import hold
 from moescope.study.load import read_yaml
 from moescope.study.plan import OUTPUTS
 from moescope.study.session import open_plan, pass_on
@@ -27,6 +28,17 @@ def read_plan():
         keys = ", ".join(plan.unpinned.values())
         print(f"moescope: not pinned yet: {keys}; run `snakemake pin`", file=sys.stderr)
     return plan
+
+
+def only_run():
+    """Held while results are made: no second run in this folder beside it. The tools make none."""
+    tools = ("explain", "audit", "doctor", "history")
+    if workflow.is_main_process and not set(workflow.dag_settings.targets) - set(tools):
+        return None
+    try:
+        return hold(Path.cwd())
+    except UserError as error:
+        sys.exit(f"moescope: {error}")
 
 
 def gpu_jobs():

@@ -286,6 +286,21 @@ def test_markup_in_both_forms():
     assert Markdown().table(table).strip() == "| x | y |\n|--:|---|\n| 1 | a\\|b |"
 
 
+def test_every_place_that_is_linked_to_is_there(markdown):
+    """GitHub's anchor of a heading, or one before it."""
+    headings = re.findall(r"^#+ (.*)$", markdown, re.M)
+    places = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in headings}
+    places |= set(re.findall(r'<a id="([\w-]+)"></a>', markdown))
+    linked = set(re.findall(r"\]\(#([\w-]+)\)", markdown))
+    assert "interventions" in linked and linked <= places
+
+
+def test_a_claim_that_nothing_tests_says_so():
+    assert tables.conditions({"checkpoints": {}}) == [
+        "It speaks of MoE subjects, and no checkpoint here is one: nothing tests it."
+    ]
+
+
 def test_a_round_in_slices_is_not_called_minutes_apart(tmp_path, markdown):
     assert "between runs minutes apart at most" in markdown
     tree = Tree(tmp_path, sliced={"slices": 4}).make()

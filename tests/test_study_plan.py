@@ -1,5 +1,6 @@
 """What is stale after which change: by the plan, and by Snakemake itself in a fresh clone."""
 
+import base64
 import copy
 import json
 import os
@@ -13,6 +14,7 @@ import pytest
 
 from moescope.errors import UserError
 from moescope.files import write_json, write_text
+from moescope.onerun import hold
 from moescope.study import crossover
 from moescope.study.explain import explain
 from moescope.study.load import load, read_yaml
@@ -283,6 +285,41 @@ def test_what_takes_times_has_the_gpu_alone(clone, given, whole):
         elif "gpu=" in line and line.strip().startswith("resources:"):
             found.setdefault(rule, set()).add(int(line.split("gpu=")[1].split(",")[0]))
     assert found == {"warmup": {1}, "parity": {1}, "measure": {whole}, "trace": {whole}}
+
+
+def test_what_an_interrupted_run_leaves_behind_forces_nothing(clone):
+    """A result is there as a whole or not at all: Snakemake's marks of files say nothing."""
+    plan_of = plan(read_yaml(clone / "config.yaml"), clone)
+    marks = clone / ".snakemake" / "incomplete"
+    marks.mkdir(parents=True, exist_ok=True)
+    for name in plan_of.stage("measure")[0].outputs:
+        mark = marks / base64.urlsafe_b64encode(name.encode()).decode()
+        mark.write_text('{"external_jobid": null}')
+    try:
+        result = dry_run(clone)
+    finally:
+        shutil.rmtree(clone / ".snakemake")
+    assert "Nothing to be done" in result.stdout + result.stderr
+
+
+def test_a_second_run_in_a_folder_is_refused_and_a_tool_is_not(clone):
+    def snakemake(*command):
+        return subprocess.run(
+            [sys.executable, "-m", "snakemake", *command],
+            cwd=clone, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+
+    held = hold(clone)
+    try:
+        second = snakemake("record", "--config", "study={'title': 'another'}")
+        tool = snakemake("history")
+    finally:
+        held.release()
+    said = second.stdout + second.stderr
+    assert second.returncode != 0
+    assert "another run is under way in this folder" in said and "Traceback" not in said
+    assert "rule analyse" not in said.split("another run")[1]
+    assert tool.returncode == 0, tool.stdout + tool.stderr
 
 
 def test_a_bad_study_ends_before_any_job(clone):

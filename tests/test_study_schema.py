@@ -89,6 +89,23 @@ def test_a_null_arm_that_is_not_the_reference(config, root):
     assert "arms.vlm-null: the null arm must have" in complaint(config, root)
 
 
+@pytest.mark.parametrize("role", ["candidate", "intervention"])
+def test_the_reference_again_is_no_other_arm(config, root, role):
+    config["arms"]["again"] = config["arms"]["vlm-null"] | {"role": role}
+    assert "arms.again: has the reference's runtime, env and patches" in complaint(config, root)
+
+
+def test_a_patch_twice_is_no_patch_more(config, root):
+    config["arms"]["skip-experts"]["patches"] = ["top_k=1", "top_k=2"]
+    assert "arms.skip-experts.patches: 'top_k' is given twice" in complaint(config, root)
+
+
+def test_a_claim_of_no_checkpoint_is_none(config, root):
+    for checkpoint in config["checkpoints"].values():
+        checkpoint["role"] = "control"
+    assert "no checkpoint has the role subject" in complaint(config, root)
+
+
 def test_an_unquoted_null_is_the_null_role(config, root):
     config["arms"]["vlm-null"]["role"] = None
     assert load(config, "config.yaml", root).role("null") == ["vlm-null"]

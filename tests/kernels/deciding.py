@@ -158,6 +158,15 @@ def check_malformed_variables_come_first(name):
         assert f'"{value}" is not allowed' in message and allowed in message, message
 
 
+def check_unknown_variables():
+    """A misspelt one is told, and no known one is."""
+    with environment(MOESCOPE_FUSED_WIDTH="1"):
+        message = _refused(lambda: fuse(_Untouchable(), "reference"))
+    assert message.startswith("MOESCOPE_FUSED_WIDTH: no such variable; there are MOESCOPE_FUSED, ")
+    assert set(MALFORMED) == set(patch.VARIABLES)
+    assert "warps is given twice" in _refused(lambda: layout.geometry("warps=16,warps=8"))
+
+
 def check_widths_are_numbers():
     """Digits that are none to int() too."""
     for value in ("-1", "1e3", "\u00b2"):

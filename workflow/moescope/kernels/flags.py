@@ -1,8 +1,17 @@
-"""Environment variables that are on or off."""
+"""Environment variables: those that there are, and those that are on or off."""
 
 import os
+from collections.abc import Collection
 
 from moescope.errors import UserError
+
+
+def only(known: Collection[str]) -> None:
+    """Raises UserError for a variable that begins as these do and is none of them: a misspelt one
+    would be passed over in silence."""
+    for name in sorted(os.environ):
+        if name.startswith("MOESCOPE_FUSED") and name not in known:
+            raise UserError(f"no such variable; there are {', '.join(known)}", name)
 
 
 def flag(variable: str) -> bool:

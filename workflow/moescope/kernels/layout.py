@@ -61,6 +61,8 @@ def geometry(value: str | None = None) -> Geometry:
         if not number.isdecimal() or not low <= int(number) <= high:
             allowed = ", ".join(f"{k} ({a} to {b})" for k, (a, b) in limits.items())
             raise UserError(f'"{item}" is not allowed; write key=number, with {allowed}', VARIABLE)
+        if key in given:
+            raise UserError(f"{key} is given twice", VARIABLE)
         given[key] = int(number)
     return Geometry(**given)
 

@@ -18,12 +18,15 @@ from moescope.errors import UserError
 from . import cuda, device, gate, metal, parity, reference
 from .classes import Unsupported
 from .families import Site
+from .flags import only
+from .layout import VARIABLE as GEOMETRY
 from .layout import Geometry, check_cores, geometry
 from .sites import activations, sites
 from .spec import Spec, Tensors
 
 MARK = "__moescope_fused__"
 CALL = "__moescope_call__"
+VARIABLES = (gate.MODE, gate.WIDTH, cuda.LAUNCHES, GEOMETRY, parity.VARIABLE, cuda.INLINE)
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,8 @@ def fuse(model: Any, backend: str | None = None) -> Report:
 
 def settings(here: device.Device | None) -> Geometry:
     """The geometry that the environment asks for. Raises UserError where any of the variables is
-    malformed, whether this model and device would ask it or not."""
+    malformed or unknown, whether this model and device would ask it or not."""
+    only(VARIABLES)
     for asked in (gate.mode, gate.width_limit, cuda.launches, cuda.inline, parity.wanted):
         asked()
     chosen = geometry()

@@ -977,6 +977,8 @@ def files(record: Record) -> Table:
 
 def conditions(claim: dict[str, Any]) -> list[str]:
     """One line a checkpoint: its verdict, each condition with its figure, what settled it."""
+    if not claim["checkpoints"]:
+        return ["It speaks of MoE subjects, and no checkpoint here is one: nothing tests it."]
     lines = []
     for checkpoint, found in claim["checkpoints"].items():
         parts = []

@@ -48,7 +48,10 @@ class Markdown:
         return text.replace("\\<", "<")
 
     def h(self, level: int, text: str, anchor: str = "") -> str:
-        return f"\n\n{'#' * level} {self.inline(text)}\n\n"
+        # GitHub makes a heading's own anchor of its whole text.
+        own = re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-")
+        place = f'<a id="{anchor}"></a>\n\n' if anchor and anchor != own else ""
+        return f"\n\n{place}{'#' * level} {self.inline(text)}\n\n"
 
     def p(self, text: str) -> str:
         return f"\n\n{self.inline(text)}\n\n"

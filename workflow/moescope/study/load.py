@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..runtimes.spec import CommandRuntime, resolve
 from ..verdict import quantities
 from . import patches
-from .schema import AmbientRuntime, PythonRuntime, Study, SyntheticSource
+from .schema import AmbientRuntime, Arm, PythonRuntime, Study, SyntheticSource
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -215,21 +215,26 @@ def _inconsistencies(study: Study, root: Path) -> list[str]:
             "arms: exactly one arm has the role null (the reference a second time: the noise "
             f"floor); found {found}"
         )
-    for name in nulls:
-        null = study.arms[name]
-        if (null.runtime, null.env, null.patches) != (
-            reference.runtime,
-            reference.env,
-            reference.patches,
-        ):
+    for name, arm in study.arms.items():
+        same = _setting(arm) == _setting(reference)
+        if arm.role == "null" and not same:
             lines.append(
                 f"arms.{name}: the null arm must have the reference's runtime, env and patches"
+            )
+        elif arm.role in ("candidate", "intervention") and same:
+            lines.append(
+                f"arms.{name}: has the reference's runtime, env and patches; change one of them "
+                "(the reference a second time is the null arm)"
             )
     lines += _claims(study)
     lines += _experts(study)
     lines += _answers(study)
     lines += _crossover(study)
     return lines
+
+
+def _setting(arm: Arm) -> tuple:
+    return arm.runtime, arm.env, arm.patches
 
 
 def _checkpoints(key: str, names: list[str] | None, study: Study) -> list[str]:
@@ -289,6 +294,12 @@ def _patches(study: Study) -> list[str]:
             elif re.fullmatch(known[kind], value) is None:
                 (spelt,) = patches.spelt({kind: known[kind]})
                 lines.append(f"arms.{name}.patches: {patch!r} is not allowed; it is {spelt}")
+        kinds = [patch.partition("=")[0] for patch in arm.patches]
+        lines += [
+            f"arms.{name}.patches: {kind!r} is given twice"
+            for kind in dict.fromkeys(kinds)
+            if kinds.count(kind) > 1
+        ]
         lines += [
             f"arms.{name}.patches: {patch!r} after {fused!r} changes nothing of a decoded token, "
             "which the fused kernels make; put it before, or leave one out"
@@ -389,5 +400,9 @@ def _claims(study: Study) -> list[str]:
                     f"{key}: {condition.quantity} speaks of {other}, the claim of {claim.of}"
                 )
         lines += _checkpoints(f"{key}.checkpoints", claim.checkpoints, study)
+        if claim.checkpoints is None and not any(
+            checkpoint.role == "subject" for checkpoint in study.checkpoints.values()
+        ):
+            lines.append(f"{key}: no checkpoint has the role subject; name some in checkpoints")
         lines += _unknown(f"{key}.arm", [claim.arm] if claim.arm else [], "arm", study.arms)
     return lines
