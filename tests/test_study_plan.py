@@ -106,7 +106,7 @@ def test_a_new_revision_of_a_checkpoint(repository):
 @pytest.mark.parametrize(
     ("path", "value", "stages"),
     [
-        (("study", "session"), 2, {"measure", "trace"}),
+        (("study", "session"), 99, {"measure", "trace"}),
         (("rounds", "count"), 7, {"measure"}),
         (("trace", "passes"), 5, {"trace"}),
         (("claims", 0, "all", 0, "than"), 0.1, set()),
@@ -276,7 +276,7 @@ def test_snakemake_lists_exactly_the_stale_jobs(clone):
 def test_what_takes_times_has_the_gpu_alone(clone, given, whole):
     """Warm-up and parity may share it, by the command line."""
     more = ("--resources", *given) if given else ()
-    result = dry_run(clone, "--config", "study={'session': 2}", "shape={'prompt': 48}", *more)
+    result = dry_run(clone, "--config", "study={'session': 99}", "shape={'prompt': 48}", *more)
     assert result.returncode == 0, result.stdout + result.stderr
     found, rule = {}, None
     for line in (result.stdout + result.stderr).splitlines():
