@@ -32,8 +32,9 @@ def read_plan():
 
 def only_run():
     """Held while results are made: no second run in this folder beside it. The tools make none."""
-    tools = ("explain", "audit", "doctor", "history")
-    if workflow.is_main_process and not set(workflow.dag_settings.targets) - set(tools):
+    targets = set(workflow.dag_settings.targets)  # none: the default, the record
+    tools = targets and targets <= {"explain", "audit", "doctor", "history"}
+    if tools or not workflow.is_main_process:
         return None
     try:
         return hold(Path.cwd())

@@ -311,7 +311,7 @@ def test_a_second_run_in_a_folder_is_refused_and_a_tool_is_not(clone):
 
     held = hold(clone)
     try:
-        second = snakemake("record", "--config", "study={'title': 'another'}")
+        second = snakemake("--config", "study={'title': 'another'}")
         tool = snakemake("history")
     finally:
         held.release()
