@@ -28,7 +28,7 @@ wildcard_constraints:
 
 
 onstart:
-    LOCK = only_run()
+    only_run()
 
 
 localrules:

@@ -16,6 +16,7 @@ import re
 from pathlib import Path
 
 from moescope.kernels.layout import Cut, Launch, down_warps
+from moescope.kernels.source import each_chooses
 from moescope.kernels.spec import Spec
 
 WHEN = ("soon", "sync", "late")  # the second half's orders: at once, after the choice, after a tile
@@ -65,8 +66,7 @@ def fits(spec: Spec, plan: Cut, how: Launch) -> bool:
         and spec.dtype == "bfloat16"
         and spec.gate is not None
         and spec.shared is None
-        and spec.router.select == "top_k"
-        and spec.router.experts <= 128
+        and each_chooses(spec.router)
         and (plan.each, plan.split, how.sets, how.whole) == (4, 1, 1, True)
         and spec.hidden == plan.warps * plan.each * 128
         and plan.warps >= 2

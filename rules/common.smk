@@ -31,13 +31,13 @@ def read_plan():
 
 
 def only_run():
-    """Held while results are made: no second run in this folder beside it. The tools make none."""
+    """The folder is held while results are made: no second run in this folder beside it. The tools make none."""
     targets = set(workflow.dag_settings.targets)  # none: the default, the record
     tools = targets and targets <= {"explain", "audit", "doctor", "history"}
     if tools or not workflow.is_main_process:
-        return None
+        return
     try:
-        return hold(Path.cwd())
+        hold(Path.cwd())
     except UserError as error:
         sys.exit(f"moescope: {error}")
 

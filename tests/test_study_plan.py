@@ -322,6 +322,31 @@ def test_a_second_run_in_a_folder_is_refused_and_a_tool_is_not(clone):
     assert tool.returncode == 0, tool.stdout + tool.stderr
 
 
+def test_a_run_holds_its_folder_until_it_ends(clone):
+    """Seen by a job of it, in the place of which this stands."""
+    main = clone / "workflow/moescope/__main__.py"
+    text = main.read_text()
+    main.write_text(
+        "from pathlib import Path\n"
+        "from .errors import UserError\n"
+        "from .onerun import hold\n"
+        "try:\n"
+        "    hold(Path.cwd())\n"
+        "except UserError:\n"
+        "    Path('work/seen').write_text('held')\n"
+        "raise SystemExit(1)\n"
+    )
+    try:
+        run = subprocess.run(
+            [sys.executable, "-m", "snakemake", "--config", "study={'title': 'another'}"],
+            cwd=clone, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    finally:
+        main.write_text(text)
+    assert run.returncode != 0 and (clone / "work/seen").read_text() == "held"
+    hold(clone).release()
+
+
 def test_a_bad_study_ends_before_any_job(clone):
     result = dry_run(clone, "--config", "rounds={'count': 1}")
     assert result.returncode != 0

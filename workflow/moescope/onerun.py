@@ -2,12 +2,18 @@
 tool beside the run among them, it takes away everyone's locks."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .errors import UserError
 
+if TYPE_CHECKING:
+    from filelock import FileLock
 
-def hold(root: Path) -> object:
-    """A lock for as long as the result is kept, at most until the process ends.
+HELD: list["FileLock"] = []  # a lock that nothing refers to is let go
+
+
+def hold(root: Path) -> "FileLock":
+    """Lock the folder until the process ends, or until the lock is released.
 
     Raises UserError where another run has it.
     """
@@ -22,4 +28,5 @@ def hold(root: Path) -> object:
         raise UserError(
             "another run is under way in this folder; run again when it has ended", str(path)
         ) from None
+    HELD.append(lock)
     return lock

@@ -346,9 +346,8 @@ def _answers(study: Study) -> list[str]:
     for index, answer in enumerate(study.answers):
         key = f"answers.{index}"
         for quantity in answer.by:
-            why = quantities.refused(quantity, _roles(study))
-            if why and quantity != quantities.PATH:
-                lines.append(f"{key}: {why.replace('allowed: ', f'allowed: {quantities.PATH}, ')}")
+            if why := quantities.refused(quantity, _roles(study), (quantities.PATH,)):
+                lines.append(f"{key}: {why}")
         lines += _unknown(key, answer.claims, "claim", claims)
         lines += _checkpoints(f"{key}.checkpoints", answer.checkpoints, study)
         lines += _unknown(f"{key}.arm", [answer.arm] if answer.arm else [], "arm", study.arms)

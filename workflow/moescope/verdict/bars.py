@@ -6,6 +6,7 @@ A bar that is not met stands in the record with the measurement that explains it
 import statistics
 from typing import Any
 
+from ..trace.kernels import disagreement, model
 from .path import FORCED
 from .quantities import BLOCK
 from .results import Found
@@ -133,19 +134,16 @@ def _overlap(bars: list[dict[str, Any]], checks: dict[str, Figure | None]) -> No
 
 def _split(bars: list[dict[str, Any]], extra: dict[str, Any], files: list[str]) -> None:
     """Missed comparisons of terms, made again with the block's terms as one."""
-    passes = {
-        "graphs": {term: statistics.median(entry["ms"]) for term, entry in extra["terms"].items()},
-        **{
-            name: {term: entry["ms"] for term, entry in (extra.get(f"{name}_terms") or {}).items()}
-            for name in ("forced", "alone")
-        },
+    passes = {name: extra.get(f"{name}_terms") or {} for name in ("forced", "alone")}
+    passes["graphs"] = {
+        term: {"ms": statistics.median(entry["ms"])} for term, entry in extra["terms"].items()
     }
-    whole = {name: _folded(terms) for name, terms in passes.items()}
+    whole = {name: _joined(terms) for name, terms in passes.items()}
     if not all(whole.values()):
         return
 
     def apart(one: str, other: str) -> dict[str, Any]:
-        found = figure([_disagreement(whole[one], whole[other])], "share", files)
+        found = figure([disagreement(whole[one], whole[other])], "share", files)
         return _by(f"{one} against {other}", found)
 
     named = {bar["bar"]: bar for bar in bars}
@@ -164,25 +162,10 @@ def _split(bars: list[dict[str, Any]], extra: dict[str, Any], files: list[str]) 
             bar |= {"why": why, "by": [by, alone, apart("graphs", "alone")]}
 
 
-def _folded(terms: dict[str, float]) -> dict[str, float]:
-    """Milliseconds by term of the model's kernels, the MoE block's as one."""
-    found: dict[str, float] = {}
-    for term, ms in terms.items():
-        if term != "synchronisation":
-            name = "block" if term in BLOCK else term
-            found[name] = found.get(name, 0.0) + ms
+def _joined(terms: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The model's terms, the MoE block's as one."""
+    found: dict[str, dict[str, float]] = {}
+    for term, entry in model(terms).items():
+        one = found.setdefault("block" if term in BLOCK else term, {"ms": 0.0})
+        one["ms"] += entry["ms"]
     return found
-
-
-def _disagreement(one: dict[str, float], other: dict[str, float]) -> float:
-    """The share that two instruments assign to different terms, as the trace stage counts it."""
-    wholes = sum(one.values()), sum(other.values())
-    if not all(wholes):
-        return 1.0
-    return (
-        sum(
-            abs(one.get(t, 0.0) / wholes[0] - other.get(t, 0.0) / wholes[1])
-            for t in one.keys() | other.keys()
-        )
-        / 2
-    )

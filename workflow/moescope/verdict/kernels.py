@@ -290,21 +290,8 @@ def _path(
             for row in forced or found.get("experts", [])
         ]
         + [
-            {
-                "kernel": row["kernel"],
-                "launches": figure([float(row["launches_per_token"])], "launches/token", seen),
-                "per_layer": figure(
-                    [float(row["launches_per_token"]) / found["moe_layers"]],
-                    "launches/layer",
-                    seen + files,
-                )
-                if found.get("moe_layers")
-                else None,
-                "ms": figure([float(row["ms_per_token"])], "ms/token", seen),
-                "under": row["term"],
-            }
+            _apart(row, table.file, files, found.get("moe_layers"))
             for row in _elsewhere(table.value)
-            for seen in [[table.file]]
         ],
         "uneven": [
             {
@@ -317,6 +304,20 @@ def _path(
         "by_forced": bool(forced),
         "claimed": claimed,
         "proved": proof.get("proved"),
+    }
+
+
+def _apart(row: dict[str, str], table: str, files: list[str], layers: int | None) -> dict[str, Any]:
+    """A kernel of the experts that stands under another term, by the table of kernels."""
+    launches = float(row["launches_per_token"])
+    return {
+        "kernel": row["kernel"],
+        "launches": figure([launches], "launches/token", [table]),
+        "per_layer": figure([launches / layers], "launches/layer", [table, *files])
+        if layers
+        else None,
+        "ms": figure([float(row["ms_per_token"])], "ms/token", [table]),
+        "under": row["term"],
     }
 
 

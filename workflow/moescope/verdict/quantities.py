@@ -82,9 +82,12 @@ class NotMeasuredError(Exception):
     """The analysis has no such figure; the message says why, for the record's readers."""
 
 
-def refused(name: str, arms: dict[str, str]) -> str | None:
+def refused(name: str, arms: dict[str, str], besides: tuple[str, ...] = ()) -> str | None:
     """Why this is no quantity of a study with these arms (name -> role), and what is allowed; or
-    None. Of a quantity that is known, the names that may follow it are told."""
+    None. Of a quantity that is known, the names that may follow it are told. besides: what else is
+    allowed there."""
+    if name in besides:
+        return None
     names = {"term": list(TERMS), "arm": list(arms)}
     for role in ("candidate", "intervention"):
         names[role] = [arm for arm, of in arms.items() if of == role]
@@ -103,7 +106,7 @@ def refused(name: str, arms: dict[str, str]) -> str | None:
                 of if allowed else f"it has no {kind}"
             )
     alike = [pattern for pattern in PATTERNS if pattern.partition(".")[0] == head]
-    return f"{name!r} is no quantity; allowed: {', '.join(alike or PATTERNS)}"
+    return f"{name!r} is no quantity; allowed: {', '.join(alike or (*besides, *PATTERNS))}"
 
 
 def evaluate(analysis: dict[str, Any], checkpoint: str, quantity: str, arm: str) -> "Figure":
