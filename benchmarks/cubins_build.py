@@ -6,8 +6,8 @@ Arm's interpreter and nvcc, no GPU. Into FOLDER: cubins, cubins_run.py and manif
 ``python3 FOLDER/cubins_run.py`` needs only the driver: seconds for dozens of variants, where a
 process with MLX compiles for minutes. A variant is a geometry (see moescope.kernels.layout), and
 may hold ``launches=2``, ``down=N`` (warps of the second half), ``timeline`` (of the last launch,
-where its time went; one launch a block), ``resident=WHEN`` (see resident.py; left out on shapes
-that it is not written for) or ``OLD->NEW`` (a replacement in the kernels' text, to try something).
+where its time went), ``without=PART`` (see without.py; both of one launch a block) or ``OLD->NEW``
+(a replacement in the kernels' text, to try something).
 Checks against the float32 reference run first, small shapes of all kinds.
 """
 
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import resident
 import timeline
+import without
 
 from moescope.kernels import cuda, layout, reference, samples, source
 from moescope.kernels.common import dynamic_names, static_inputs
@@ -109,24 +109,18 @@ class Builder:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(one, self.texts))
 
-    def resides(self, spec: Spec) -> bool:
-        """Whether the resident variant is written for this block."""
-        plan = layout.cut(spec)
-        pair = layout.block_launch(spec, plan, layout.Geometry(), *H200.values())
-        return resident.fits(spec, plan, pair[0])
-
     def block(self, spec: Spec, tensors: Any, dynamic: list, variant: str) -> dict[str, Any]:
         """Both kernels of a block: names of their inputs, launches, cubins."""
         items = [item for item in variant.split(",") if item]
         timed = "timeline" in items
         edits = [tuple(item.split("->", 1)) for item in items if "->" in item]
         warps = [int(item[5:]) for item in items if item.startswith("down=")]
-        stays = [item[9:] for item in items if item.startswith("resident=")]
-        if (timed or stays) and "launches=2" in items:
-            raise SystemExit(f"variant {variant}: a timeline or resident is of one launch a block")
-        if set(stays) - set(resident.WHEN):
-            raise SystemExit(f"variant {variant}: resident is one of {', '.join(resident.WHEN)}")
-        words = ("down=", "launches=", "resident=")
+        parts = [item[8:] for item in items if item.startswith("without=")]
+        if (timed or parts) and "launches=2" in items:
+            raise SystemExit(f"variant {variant}: a timeline or without is of one launch a block")
+        if set(parts) - set(without.PARTS):
+            raise SystemExit(f"variant {variant}: without is one of {', '.join(without.PARTS)}")
+        words = ("down=", "launches=", "without=")
         kept = [i for i in items if "->" not in i and i != "timeline" and not i.startswith(words)]
         chosen = layout.geometry(",".join(kept))
         layout.DOWN_WARPS, before = (warps or [layout.DOWN_WARPS])[0], layout.DOWN_WARPS
@@ -145,16 +139,14 @@ class Builder:
                 (cuda.second_half(spec, plan, two), middle | second, two, f"out {kind}"),
             )
         else:
-            memory = 1 << 20 if stays else H200["shared_memory"]  # resident has no rings
-            pair = layout.block_launch(spec, plan, chosen, H200["cores"], memory)
+            pair = layout.block_launch(spec, plan, chosen, *H200.values())
             first, second = static_inputs(spec, tensors, False)
             first = dict(zip(dynamic_names(spec), dynamic, strict=True)) | first
             scratch = {"scratch": mx.zeros((1,), mx.uint32)}
-            text = cuda.whole_block(spec, plan, pair)
-            if stays:
-                *text, shared = resident.block(spec, plan, pair[0], text, stays[0])
-            if timed:
-                text = text[0], timeline.stamped(text[1], resident.POINTS if stays else None)
+            header, body = cuda.whole_block(spec, plan, pair)
+            for part in parts:
+                body = without.removed(body, part)
+            text = header, timeline.stamped(body) if timed else body
             texts = ((text, first | scratch | second, pair[0], f"out {kind}"),)
         halves = []
         for text, inputs, how, output in texts:
@@ -166,7 +158,7 @@ class Builder:
                     "inputs": list(inputs),
                     "blocks": how.blocks,
                     "threads": how.warps * 32,
-                    "shared": shared if stays else how.ring_bytes,
+                    "shared": how.ring_bytes,
                     "stages": how.stages,
                     "steps": how.batch,
                     "points": timeline.NAMES if timed else (),
@@ -243,8 +235,6 @@ def main() -> None:
         x, dynamic = samples.inputs_of(spec)
         rows = []
         for variant in args.variants:
-            if "resident=" in variant and not builder.resides(spec):
-                continue
             made = builder.block(spec, tensors, [x, *dynamic], variant)
             sizes = {k: v.nbytes for k, v in made.pop("arrays").items()}
             rows.append(made | {"variant": variant})

@@ -18,11 +18,10 @@ _BEGIN = "const int group = warp / WARPS, part_of = warp % WARPS;"
 _CLOCK = 'asm volatile("mov.u32 %%0, %%%s;" : "=r"(%s) :: "memory");'
 
 
-def stamped(body: str, other: dict[str, tuple[str, str]] | None = None) -> str:
+def stamped(body: str) -> str:
     """A block's body that notes the points (those that a warp does not pass stay 0).
 
-    other: points that stand elsewhere in this text, as name -> (line, when). Raises SystemExit
-    where the text no longer has a point's line.
+    Raises SystemExit where the text no longer has a point's line.
     """
     begin = (
         f"u32 stamps[{len(NAMES)}] = {{}}, began, entered, left;\n"
@@ -30,8 +29,7 @@ def stamped(body: str, other: dict[str, tuple[str, str]] | None = None) -> str:
         f"#define STAMP(i) {{ u32 now; {_CLOCK % ('clock', 'now')} stamps[i] = now - began; }}\n"
     )
     edits = [(_BEGIN, begin + _BEGIN)]
-    for number, (name, line, when) in enumerate(POINTS):
-        line, when = (other or {}).get(name, (line, when))
+    for number, (_, line, when) in enumerate(POINTS):
         stamp, after = f"{when}STAMP({number})", line.startswith("+")
         line = line.removeprefix("+")
         edits.append((line, f"{line}\n{stamp}" if after else f"{stamp}\n{line}"))

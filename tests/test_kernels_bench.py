@@ -1,4 +1,4 @@
-"""benchmarks/resident.py: tests/kernels/bench.py, run in the arm's interpreter."""
+"""The bench's variants of the kernels: tests/kernels/bench.py, run in the arm's interpreter."""
 
 import pytest
 
