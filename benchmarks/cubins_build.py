@@ -6,9 +6,9 @@ Arm's interpreter and nvcc, no GPU. Into FOLDER: cubins, cubins_run.py and manif
 ``python3 FOLDER/cubins_run.py`` needs only the driver: seconds for dozens of variants, where a
 process with MLX compiles for minutes. A variant is a geometry (see moescope.kernels.layout), and
 may hold ``launches=2``, ``down=N`` (warps of the second half), ``timeline`` (of the last launch,
-where its time went), ``without=PART`` (see without.py), ``guess``, ``short``, ``single`` (see
-variants.py; all of these of one launch a block) or ``OLD->NEW`` (a replacement in the kernels'
-text, to try something). Shapes that a variant is not for go without it.
+where its time went), ``without=PART`` (see without.py), names of variants.py (left out on shapes
+that they are not for; all these of one launch a block) or ``OLD->NEW`` (a replacement in the
+kernels' text, to try something).
 Checks against the float32 reference run first, small shapes of all kinds.
 """
 
@@ -157,6 +157,8 @@ class Builder:
             for part in parts:
                 body = without.removed(body, part)
             body = timeline.stamped(body) if timed else body
+            if "soon" in others:
+                body = variants.soon(pair[0], body)
             if "short" in others:
                 body = variants.short(spec, pair[0], body)
             text = header, body

@@ -8,6 +8,7 @@ meanwhile. Where the experts are others, all warps send anew; where they come in
 last sum goes by MLX's.
 short: a warp's first stage is the first half's, and the text has nothing else there.
 single: the second half's part of a warp is one stage, so that nothing is sent for in it.
+soon: a warp sends for its second stage at the block's barrier, not when the first is there.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from moescope.kernels.layout import Cut, Launch, cut, down_stage, tiles
 from moescope.kernels.source import each_chooses
 from moescope.kernels.spec import Spec
 
-NAMES = {"guess", "short", "single"}
+NAMES = {"guess", "short", "single", "soon"}
 GUESS = """
 {
 constexpr int PER = CLASSES == 3 ? 4 : CLASSES;
@@ -171,3 +172,26 @@ def single(header: str, body: str) -> tuple[str, str]:
         raise SystemExit("single: the kernels' text has another second half")
     header = header.replace(rows, rows.replace("!CROSSED", "!ROWS || !CROSSED"))
     return header, body.replace(wait, "wait_copies<0>();\nwarp_barrier();")
+
+
+def soon(how: Launch, body: str) -> str:
+    """A body whose warps have two stages on their way from the block's barrier on."""
+    if how.stages != 2:
+        raise SystemExit("soon: of a ring of two stages")
+    mid = "u8* const mid = (u8*)scratch + SCRATCH_HEAD + which * MID_PLACE;"
+    edits = (
+        (mid, "if (before > 1) {\nfetch(1);\nsent_for = 2;\n}\n" + mid),
+        (
+            "wait_copies<STAGES - 2>();",
+            "if (sent_for - 1 > at) wait_copies<1>();\nelse wait_copies<0>();",
+        ),
+        (
+            "fetch(at + STAGES - 1);",
+            "if (sent_for <= at + 1) {\nfetch(at + 1);\nsent_for = at + 2;\n}",
+        ),
+    )
+    for old, new in edits:
+        if old not in body:
+            raise SystemExit(f"soon: the kernels' text has no {old!r}")
+        body = body.replace(old, new, 1)  # the first half's, which stands first
+    return body

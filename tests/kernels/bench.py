@@ -84,7 +84,7 @@ def _cancelling(tensors):
 def _guessing(spec, plan, pair):
     """Texts that guess: as the kernels' otherwise, and shorter."""
     header, body = cuda.whole_block(spec, plan, pair, cuda.MATH)
-    yield header, variants.guess(body)
+    yield header, variants.soon(pair[0], variants.guess(body))
     pair = variants.one_stage(spec, plan, pair)
     header, body = variants.single(*cuda.whole_block(spec, plan, pair, cuda.MATH))
     yield header, variants.short(spec, pair[0], variants.guess(body))
