@@ -115,7 +115,7 @@ class Builder:
         """Both kernels of a block: names of their inputs, launches, cubins."""
         items = [item for item in variant.split(",") if item]
         timed = "timeline" in items
-        others = [item for item in variants.NAMES if item in items]
+        others = variants.NAMES & set(items)
         edits = [tuple(item.split("->", 1)) for item in items if "->" in item]
         warps = [int(item[5:]) for item in items if item.startswith("down=")]
         parts = [item[8:] for item in items if item.startswith("without=")]

@@ -6,13 +6,12 @@ A bar that is not met stands in the record with the measurement that explains it
 import statistics
 from typing import Any
 
-from ..trace.kernels import disagreement, model
+from ..trace.kernels import SYNCHRONISERS, disagreement, model
 from .path import FORCED
 from .quantities import BLOCK
 from .results import Found
 from .statistics import Figure, adopt, figure
 
-SYNCHRONISERS = ("event_signal_kernel", "event_wait_kernel")
 TO_BUSY, TWO_LENGTHS, INSTRUMENTS = 0.01, 0.02, 0.05
 
 APART = (

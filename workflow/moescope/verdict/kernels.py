@@ -13,7 +13,6 @@ from .results import Found
 from .statistics import Figure, adopt, figure, less, quotient
 
 UNCLASSIFIED = "unclassified"
-SYNCHRONISERS = ("event_signal_kernel", "event_wait_kernel")
 
 # terms.json's numbers that say how far the trace may be trusted, all of them shares.
 CHECKS = (
