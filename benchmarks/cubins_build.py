@@ -6,9 +6,8 @@ Arm's interpreter and nvcc, no GPU. Into FOLDER: cubins, cubins_run.py and manif
 ``python3 FOLDER/cubins_run.py`` needs only the driver: seconds for dozens of variants, where a
 process with MLX compiles for minutes. A variant is a geometry (see moescope.kernels.layout), and
 may hold ``launches=2``, ``down=N`` (warps of the second half), ``timeline`` (of the last launch,
-where its time went), ``without=PART`` (see without.py), names of variants.py (left out on shapes
-that they are not for; all these of one launch a block) or ``OLD->NEW`` (a replacement in the
-kernels' text, to try something).
+where its time went), ``without=PART`` (see without.py; both of one launch a block) or ``OLD->NEW``
+(a replacement in the kernels' text, to try something).
 Checks against the float32 reference run first, small shapes of all kinds.
 """
 
@@ -24,7 +23,6 @@ from typing import Any
 
 import mlx.core as mx
 import timeline
-import variants
 import without
 
 from moescope.kernels import cuda, layout, reference, samples, source
@@ -115,17 +113,15 @@ class Builder:
         """Both kernels of a block: names of their inputs, launches, cubins."""
         items = [item for item in variant.split(",") if item]
         timed = "timeline" in items
-        others = variants.NAMES & set(items)
         edits = [tuple(item.split("->", 1)) for item in items if "->" in item]
         warps = [int(item[5:]) for item in items if item.startswith("down=")]
         parts = [item[8:] for item in items if item.startswith("without=")]
-        if (timed or parts or others) and "launches=2" in items:
+        if (timed or parts) and "launches=2" in items:
             raise SystemExit(f"variant {variant}: of one launch a block")
         if set(parts) - set(without.PARTS):
             raise SystemExit(f"variant {variant}: without is one of {', '.join(without.PARTS)}")
         words = ("down=", "launches=", "without=")
-        named = ("timeline", *variants.NAMES)
-        kept = [i for i in items if "->" not in i and i not in named and not i.startswith(words)]
+        kept = [i for i in items if "->" not in i and i != "timeline" and not i.startswith(words)]
         chosen = layout.geometry(",".join(kept))
         layout.DOWN_WARPS, before = (warps or [layout.DOWN_WARPS])[0], layout.DOWN_WARPS
         plan = layout.cut(spec)
@@ -147,20 +143,10 @@ class Builder:
             first, second = static_inputs(spec, tensors, False)
             first = dict(zip(dynamic_names(spec), dynamic, strict=True)) | first
             scratch = {"scratch": mx.zeros((1,), mx.uint32)}
-            if "single" in others:
-                pair = variants.one_stage(spec, plan, pair)
             header, body = cuda.whole_block(spec, plan, pair)
-            if "single" in others:
-                header, body = variants.single(header, body)
-            if "guess" in others:
-                body = variants.guess(body)
             for part in parts:
                 body = without.removed(body, part)
             body = timeline.stamped(body) if timed else body
-            if "soon" in others:
-                body = variants.soon(pair[0], body)
-            if "short" in others:
-                body = variants.short(spec, pair[0], body)
             text = header, body
             texts = ((text, first | scratch | second, pair[0], f"out {kind}"),)
         halves = []
@@ -250,8 +236,6 @@ def main() -> None:
         x, dynamic = samples.inputs_of(spec)
         rows = []
         for variant in args.variants:
-            if variants.NAMES & set(variant.split(",")) and not variants.fits(spec):
-                continue
             made = builder.block(spec, tensors, [x, *dynamic], variant)
             sizes = {k: v.nbytes for k, v in made.pop("arrays").items()}
             rows.append(made | {"variant": variant})

@@ -178,16 +178,23 @@ def spread(values):
     return " ".join(str(values[(len(values) - 1) * tenth // 10]) for tenth in (0, 1, 5, 9, 10))
 
 
-def print_timeline(gpu, scratch, half):
-    """The points that the warps of the last launch have noted; what they have not passed is 0."""
-    warps, size = half["threads"] // 32, timeline.LONGS * 4
-    data = gpu.download(scratch + timeline.BYTES_AT, half["blocks"] * 32 * size)
-    rows = [
-        struct.unpack_from(f"<{timeline.LONGS}I", data, (block * 32 + warp) * size)
-        for block in range(half["blocks"])
-        for warp in range(warps)
-    ]
+def print_timeline(stamps, half):
+    """The points that a chain's last launch's warps have noted; what one has not passed is 0.
+    Before: when the launch before was left."""
+    warps, form = half["threads"] // 32, f"<{timeline.LONGS}I"
+
+    def rows_of(turn):
+        places = [
+            timeline.BYTES_AT + (turn * timeline.ROWS + block * 32 + warp) * timeline.LONGS * 4
+            for block in range(half["blocks"])
+            for warp in range(warps)
+        ]
+        rows = [struct.unpack_from(form, stamps, place) for place in places]
+        return [row for row in rows if row[-2]]  # a warp that has left early has noted nothing
+
+    before, rows = sorted(map(rows_of, (0, 1)), key=lambda rows: max(row[-2] for row in rows))
     first = min(row[-2] for row in rows)
+    print(f"  before, ns: {max(row[-1] for row in before) - first}")
     print(f"  enter, ns: {spread([row[-2] - first for row in rows])}")
     print(f"  leave, ns: {spread([row[-1] - first for row in rows])}")
     for number, name in enumerate(half["points"]):
@@ -199,7 +206,7 @@ def run_shape(gpu, shape, rate):
     """Every variant of one shape."""
     layers = shape["layers"]
     many = {}
-    kinds = {"w": 0, "s": 1, "b": 1}
+    kinds = {"w": 0, "s": 1, "b": 1, "logits": 3}
     for name, size in shape["sizes"].items():
         if name in ("middle", "scratch"):
             continue
@@ -232,6 +239,8 @@ def run_shape(gpu, shape, rate):
         for name, halves in parts:
             work = gpu.graph(lambda halves=halves: chain(halves))
             found[name] = [t * 1e3 / (layers * ROUNDS) for t in gpu.times(work, 5)]
+        if timed:
+            stamps = gpu.download(many["scratch"][0], timeline.BYTES_AT + (1 << 20))
         for half, target in pair:
             gpu.half(half, {name: given[0] for name, given in many.items()}, target)
         gpu.wait()
@@ -250,7 +259,7 @@ def run_shape(gpu, shape, rate):
             flush=True,
         )
         if timed:
-            print_timeline(gpu, many["scratch"][0], timed)
+            print_timeline(stamps, timed)
     for given in many.values():
         for pointer in given:
             gpu.free(pointer)

@@ -1,20 +1,26 @@
 """Where a launch's time goes: the multiprocessor's clock at points of a one-launch block's text."""
 
+_STAGE = "fetch(at + STAGES - 1);\nconst u8* const stage = ring"
+_SUMMED = "if (WARPS == 1) warp_barrier();\nelse group_barrier(1 + group"
 # Name, the line that it stands before (or after: "+"), and when.
 POINTS = (
     ("loads sent", "+const uint4 early_octet = octet_at(early);", ""),
     ("chosen", "#pragma unroll 1\nfor (; sent_for < STAGES - 1; ++sent_for) fetch(sent_for);", ""),
     ("operand", "u8* const mid = (u8*)scratch + SCRATCH_HEAD + which * MID_PLACE;", ""),
-    ("first stage", "fetch(at + STAGES - 1);\nconst u8* const stage = ring", "if (at == 0) "),
-    ("multiplied", "if (WARPS == 1) warp_barrier();\nelse group_barrier(1 + group", "if (n == 0) "),
+    ("first stage", _STAGE, "if (at == 0) "),
+    ("multiplied", _SUMMED, "if (n == 0) "),
+    ("second stage", _STAGE, "if (at == 1) "),
+    ("multiplied", _SUMMED, "if (n == 1) "),
     ("first half", "const int down_pair = lane & 1;", ""),
     ("words there", "const bool down_live = gives<2>(lane);", ""),
     ("second half's stage", "FETCH(at + STAGES - 1);", "if (at == 0) "),
+    ("multiplied", "if ((lane & 3) == 0) {\nparts[turn][warp][g] = a;", ""),
 )
 NAMES = (*(name for name, _, _ in POINTS), "end")
 BYTES_AT, LONGS = 1 << 20, 16  # in the scratch; a warp's numbers, of which two are its times
+ROWS = 160 * 32  # warps of a launch; of two launches, by turns
 
-_BEGIN = "const int group = warp / WARPS, part_of = warp % WARPS;"
+_BEGIN = "u32* const chosen = choices[ROUTER_EACH ? warp : 0];"
 _CLOCK = 'asm volatile("mov.u32 %%0, %%%s;" : "=r"(%s) :: "memory");'
 
 
@@ -41,7 +47,8 @@ def stamped(body: str) -> str:
         f"STAMP({len(POINTS)})",
         _CLOCK % ("globaltimer_lo", "left"),
         "if (lane == 0) {",
-        f"u32* to = (u32*)scratch + {BYTES_AT // 4} + (blockIdx.x * 32 + warp) * {LONGS};",
+        f"u32* to = (u32*)scratch + {BYTES_AT // 4};",
+        f"to += (which * {ROWS} + blockIdx.x * 32 + warp) * {LONGS};",
         f"for (int i = 0; i < {len(NAMES)}; ++i) to[i] = stamps[i];",
         f"to[{LONGS - 2}] = entered;",
         f"to[{LONGS - 1}] = left;",
