@@ -151,14 +151,14 @@ class Builder:
             texts = ((text, first | scratch | second, pair[0], f"out {kind}"),)
         halves = []
         for text, inputs, how, output in texts:
-            header = text[0] + "\n" + cuda.bounds(how.warps * 32, 1)
+            header = text[0] + "\n" + cuda.bounds(how.threads, 1)
             used = [e for e in edits if e[0] in header + text[1]]
             halves.append(
                 {
                     "cubin": self.add(header, text[1], inputs, output, used),
                     "inputs": list(inputs),
                     "blocks": how.blocks,
-                    "threads": how.warps * 32,
+                    "threads": how.threads,
                     "shared": how.ring_bytes,
                     "stages": how.stages,
                     "steps": how.batch,

@@ -189,7 +189,8 @@ def print_timeline(stamps, half):
             for block in range(half["blocks"])
             for warp in range(warps)
         ]
-        return [struct.unpack_from(form, stamps, place) for place in places]
+        rows = [struct.unpack_from(form, stamps, place) for place in places]
+        return [row for row in rows if row[-2]]  # the warp that only chooses has noted nothing
 
     before, rows = sorted(map(rows_of, (0, 1)), key=lambda rows: max(row[-2] for row in rows))
     first = min(row[-2] for row in rows)

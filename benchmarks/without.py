@@ -14,7 +14,7 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     # Experts by the logits' low bits: other ones each time. Where every warp chooses for itself.
     "choice": (
         (
-            r"\{\nconstexpr int PER = CLASSES == 3 .*?\] = at;\n\}\nwarp_barrier\(\);\n\}",
+            r"\{\nconstexpr int PER = CLASSES == 3 .*?choose\(\);\n#endif\nwarp_barrier\(\);\n\}",
             "{\nconst u32 apart = ROUTER_E / ROUTER_K;\nif (lane < ROUTER_K) {\n"
             "const u32 low = as_bits(to_float(logits[lane * apart])) >> 16;\n"
             "chosen[lane] = lane * apart + low % apart;\n}\nwarp_barrier();\n}",

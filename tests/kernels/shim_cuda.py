@@ -9,7 +9,15 @@ from moescope.kernels import cuda, layout, reference, samples, shim
 from moescope.kernels.layout import Geometry
 
 SMALL_FLOATS = ("mxfp4", "nvfp4", "mxfp8")
+JOINT = {  # format: parts, width, experts a token
+    "affine4g64": (9, 768, 6),
+    "affine4g32": (10, 640, 8),
+    "affine4g128": (9, 768, 6),
+    "mxfp4": (12, 768, 8),
+    "nvfp4": (10, 640, 8),
+}
 CASES = {
+    "check_parts_over_two_experts": list(JOINT),
     "check_block": [*samples.cases(), *on_cpu.STUDIED],
     "check_large_and_small_activations": SMALL_FLOATS,
 }
@@ -46,6 +54,30 @@ def check_geometry_does_not_matter():
         seen.add((result["middle"], tuple(result["y"].astype(mx.float32).tolist())))
         assert mx.array_equal(once(False, 0, 1), result["y"]).item(), how
     assert len(seen) == 1
+
+
+def check_parts_over_two_experts(name):
+    """The second half's parts of all experts' columns together: near the reference, and the same
+    bits by one launch and two, with fewer warps or steps, late copies, two sixteens of rows."""
+    mx.random.seed(6)
+    spec = on_cpu.small(samples.block(samples.FORMATS[name], experts=8, top_k=2))
+    parts, width, top_k = JOINT[name]
+    router = dataclasses.replace(spec.router, top_k=top_k)
+    spec = dataclasses.replace(spec, router=router, width=width)
+    assert layout.cut(spec).joint == parts, layout.cut(spec)
+    tensors = samples.tensors_of(spec)
+    x, dynamic = samples.inputs_of(spec)
+    chosen = Geometry(warps=4, steps=1), Geometry(warps=16, steps=2, stages=3), Geometry()
+    ways = [{"chosen": c, "blocks": b} for c, b in zip(chosen, (3, 20, 7), strict=True)]
+    ahead = [(how, shim.one_launch_later(spec, tensors, x, *dynamic, **how)) for how in ways]
+    result = shim.block("cuda", spec, tensors, x, *dynamic)
+    exact = reference.block(spec, tensors, x, picks=(result["chosen"], result["weights"]))
+    assert samples.distance(result["y"], exact)["nrms"] <= 5e-4
+    for how, once in ahead:
+        two = shim.block("cuda", spec, tensors, x, *dynamic, late=True, schedule=3, **how)
+        assert mx.array_equal(two["y"], result["y"]).item(), how
+        for late, schedule, calls in ((False, 0, 1), (True, 7, 2)):
+            assert mx.array_equal(once(late, schedule, calls), result["y"]).item(), how
 
 
 def check_more_blocks_than_rows():

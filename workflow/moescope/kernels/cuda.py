@@ -5,6 +5,7 @@ see block.body for the order of things and matvec.cuh for the arithmetic.
 """
 
 import itertools
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -99,10 +100,13 @@ def first_values(spec: Spec, plan: Cut, how: Launch, rows: int) -> dict[str, obj
     return (
         values
         | source.kept(spec.router)
+        | source.choice_values(spec.router, spec.dtype)
         | source.lifts(spec)
         | source.middle(spec)
         | {
             "ONE_LAUNCH": 0,
+            "CHOOSER": 0,
+            "BEGINS_FIRST": "false",
             "PADDED": steps(spec.hidden) * STEP,
             "STEPS": steps(spec.hidden),
             "STEPS_EACH": plan.each,
@@ -133,7 +137,8 @@ def first_values(spec: Spec, plan: Cut, how: Launch, rows: int) -> dict[str, obj
 
 def second_values(spec: Spec, plan: Cut, how: Launch) -> dict[str, object]:
     """Constants of the second half."""
-    even = plan.down_each * plan.split * STEP == spec.width and plan.down_each % how.batch == 0
+    even = plan.down_each * plan.split * STEP == spec.width or plan.joint > 0
+    even = even and plan.down_each % how.batch == 0
     extra_even = bool(spec.shared) and (
         plan.shared_each * plan.shared_split * STEP == spec.shared.width
         and plan.shared_each % how.extra == 0
@@ -146,9 +151,13 @@ def second_values(spec: Spec, plan: Cut, how: Launch) -> dict[str, object]:
             "ONE_LAUNCH": 0,
             "EAGER": 0,
             "ARRIVES": 0,
+            "CHOOSER": 0,
+            "DOWN_AT_ONCE": 0,
             "PART_BARRIER": 0,
             "ROUTER_K": spec.router.top_k,
             "SPLIT": plan.split,
+            "JOINT_PARTS": plan.joint,
+            "JOINT_UNIT": math.gcd(plan.down_each, steps(spec.width)),
             "DOWN_STEPS": plan.down_each,
             "EVEN_DOWN": int(even),
             "EVEN_EXTRA_DOWN": int(extra_even),
@@ -203,12 +212,29 @@ def whole_block(
         "ONE_LAUNCH": 1,
         "EAGER": int(little_given(spec, plan)),
         "ARRIVES": int(-(-(spec.out // 16) // how[0].blocks) <= 2),
+        "BEGINS_FIRST": str(begins_first(spec, plan, how[0])).lower(),
+        "DOWN_AT_ONCE": int(down_at_once(spec, plan, how)),
         "PART_BARRIER": part_barrier(spec, plan, how[0]),
+        "CHOOSER": how[0].beside,
+        "MEET_FIRST": 1 + how[0].groups if how[0].beside else 0,
         "GRID_BLOCKS": f"{how[0].blocks}ull",
         "SCRATCH_HEAD": SCRATCH_HEAD,
         "MID_PLACE": place_bytes(spec),
     }
     return header(spec, values, forms, FIRST_FILES, language), source.text("block.body")
+
+
+def begins_first(spec: Spec, plan: Cut, how: Launch) -> bool:
+    """Whether every warp's first stages, but one, are the first half's: less text, which counts."""
+    each = sum(tiles(spec)) // how.blocks
+    alone = how.warps == how.groups * plan.warps
+    return alone and how.stages == 2 and each >= how.groups and not spec.shared
+
+
+def down_at_once(spec: Spec, plan: Cut, how: tuple[Launch, Launch]) -> bool:
+    """Whether the second half is a stage a warp, which was sent for before it begins."""
+    one_tile = spec.out // 16 <= how[1].blocks * how[1].sets
+    return one_tile and not spec.shared and plan.down_each <= how[1].batch
 
 
 def part_barrier(spec: Spec, plan: Cut, how: Launch) -> int:
@@ -454,14 +480,14 @@ def _one_launch(
     how = pair[0]
     first, second = static_inputs(spec, tensors, False)
     head, body = whole_block(spec, plan, pair)
-    head += "\n" + bounds(how.warps * 32, 1) + "\n"
+    head += "\n" + bounds(how.threads, 1) + "\n"
     names = (*dynamic_names(spec), "scratch")
     whole, few = pointers([*first.values(), *second.values()])
     body = addresses_text(first | second) + body
     memory = requested(how.ring_bytes, first_static(spec, how.warps) + 128 * how.warps)
     kernel = _kernel("moe", names, "out", head, body, memory)
     turn = itertools.cycle(scratches(spec, few))
-    grid, group = (how.blocks * how.warps * 32, 1, 1), (how.warps * 32, 1, 1)
+    grid, group = (how.blocks * how.threads, 1, 1), (how.threads, 1, 1)
     types = [getattr(mx, spec.dtype)]
 
     def run(shape: tuple[int, ...], *dynamic: Any) -> Any:
@@ -484,19 +510,19 @@ def two_launches(
     one, two = pair
     first, second = static_inputs(spec, tensors, rows > 0)
     head, body = first_half(spec, plan, one, rows)
-    head += "\n" + bounds(one.warps * 32, 1) + "\n"
+    head += "\n" + bounds(one.threads, 1) + "\n"
     names = (*dynamic_names(spec), *first)
     memory = requested(one.ring_bytes, first_static(spec, one.warps))
     gate_up = _kernel("gate_up", names, "middle", head, body, memory)
     head, body = second_half(spec, plan, two)
-    head += "\n" + bounds(two.warps * 32, 1) + "\n"
+    head += "\n" + bounds(two.threads, 1) + "\n"
     memory = requested(two.ring_bytes, 2048 + 128 * two.warps)
     down = _kernel("down", ("middle", *second), "out", head, body, memory)
 
     whole_first, static_first = pointers(list(first.values()))
     whole_second, static_second = pointers(list(second.values()))
-    first_grid, first_group = (one.blocks * one.warps * 32, 1, 1), (one.warps * 32, 1, 1)
-    second_grid, second_group = (two.blocks * two.warps * 32, 1, 1), (two.warps * 32, 1, 1)
+    first_grid, first_group = (one.blocks * one.threads, 1, 1), (one.threads, 1, 1)
+    second_grid, second_group = (two.blocks * two.threads, 1, 1), (two.threads, 1, 1)
     middle_shapes = [(source.middle(spec)["MID_BYTES"] // 4,)]
     middle_types = [mx.uint32]
     out_types = [getattr(mx, spec.dtype)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from moescope.errors import UserError
 
 from .device import Device
-from .source import STEP, each_chooses, router_bytes
+from .source import STEP, by_logits, each_chooses, router_bytes
 from .spec import Spec
 from .weights import Format
 
@@ -24,6 +24,7 @@ SETS_MOST = 2  # sixteens of rows of the second half that a block takes at once
 GIVEN_STEP = 512 + 16  # bytes of a step of it
 MANY_STEPS = 128  # of the second half's rows, above which more warps share them
 DOWN_WARPS = 8  # warps of the second half per block, about
+SHORT_WARPS = 12  # warps of a block that has a short run (measured)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def split(count: int, target: float, most_parts: int, most_batch: int) -> int:
 @dataclass(frozen=True)
 class Cut:
     """What the shape fixes. First half: warps a tile, steps of each. Second half: parts of a routed
-    slot and of the shared one, steps of each."""
+    slot and of the shared one, steps of each; or parts of all routed slots together (``joint``)."""
 
     warps: int
     each: int
@@ -120,6 +121,7 @@ class Cut:
     down_each: int
     shared_split: int = 0
     shared_each: int = 0
+    joint: int = 0
 
 
 def _most(spec: Spec) -> tuple[int, int]:
@@ -155,11 +157,33 @@ def cut(spec: Spec) -> Cut:
     parts = split(total, max(1.0, wanted / k), max(1, 24 // k), down_most)
     down_each = -(-total // parts)
     if not spec.shared:
+        joint = joint_parts(spec, down_most)
+        if joint > k * parts:
+            return Cut(warps, each, 1, k * total // joint, joint=joint)
         return Cut(warps, each, parts, down_each)
     shared_total = steps(spec.shared.width)
     room = max(1, min(8, 28 - k * parts))
     shared_parts = split(shared_total, max(1.0, shared_total / down_each), room, down_most)
     return Cut(warps, each, parts, down_each, shared_parts, -(-shared_total // shared_parts))
+
+
+def joint_parts(spec: Spec, each: int) -> int:
+    """Parts of ``each`` steps, a stage, of all chosen experts' columns together, no more than a
+    short run's warps; 0 where parts of one expert are as even, this does not come out even, or a
+    lane would copy of several steps at once."""
+    form, total = spec.down, steps(spec.width)
+    count = spec.router.top_k * total
+    if spec.width % STEP or total < each or total % each == 0 or count % each:
+        return 0
+    if form.bits != 4 or covered(form, spec.width) or count // each > SHORT_WARPS:
+        return 0
+    return count // each
+
+
+def covered(form: Format, columns: int) -> bool:
+    """Whether rows of scales begin at odd multiples of two bytes (matvec.cuh: Panel::COVERED)."""
+    each = {"affine": 2}.get(form.mode, 1)
+    return columns // form.group * each % 4 == 2 and form.group >= 32 * each
 
 
 def panel_bytes(form: Format, columns: int, unit: int) -> int:
@@ -168,8 +192,8 @@ def panel_bytes(form: Format, columns: int, unit: int) -> int:
     stride = wide if form.chunk_bytes == 16 else -(-wide // 128) * 128 + 16
     each = {"affine": 2}.get(form.mode, 1)
     count = 0 if form.mode == "dense" else -(-unit * STEP // form.group)
-    covered = columns // form.group * each % 4 == 2 and form.group >= 32 * each
-    scales = -(-(count * each + (14 if covered and count else 0)) // 16) * 16
+    beside = 14 if count and covered(form, columns) else 0
+    scales = -(-(count * each + beside) // 16) * 16
     return 8 * stride + 8 * scales * (2 if form.mode == "affine" else 1)
 
 
@@ -201,7 +225,7 @@ def first_static(spec: Spec, warps: int) -> int:
     """Bytes of shared memory of the first half beside the rings, roughly from above."""
     parts = 1 if spec.dtype == "bfloat16" else 2
     padded = steps(spec.hidden) * STEP
-    choices = 128 * warps if each_chooses(spec.router) else 0
+    choices = 128 * (warps + 1) if each_chooses(spec.router) else 0
     return (
         padded * 2 * parts + padded // 8 + router_bytes(spec.router) + choices + 128 * warps + 1024
     )
@@ -233,6 +257,12 @@ class Launch:
     given: int = 0  # bytes of the second half's operand, behind the rings
     kept: int = 0  # steps of it that a warp's part keeps: all of them (whole), or a stage's
     whole: bool = False
+    beside: int = 0  # warps beside those, which only choose the experts and weigh them
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return (self.warps + self.beside) * 32
 
     @property
     def ring_bytes(self) -> int:
@@ -299,7 +329,8 @@ def given_choices(spec: Spec, plan: Cut, unit: int, sets: int) -> list[tuple[int
     """How the second half's operand may be kept in a block, best first: bytes, steps of a warp's
     part, whether that is all of them. Whole it is there once for all sets."""
     each, step = max(plan.down_each, plan.shared_each), GIVEN_STEP * down_warps(spec, plan)
-    return [(each * step, each, True), (unit * step * sets, unit, False)]
+    whole = (each * step, each, True)
+    return [whole] if plan.joint else [whole, (unit * step * sets, unit, False)]
 
 
 def little_given(spec: Spec, plan: Cut) -> bool:
@@ -309,7 +340,7 @@ def little_given(spec: Spec, plan: Cut) -> bool:
 
 def down_warps(spec: Spec, plan: Cut) -> int:
     """Warps of the second half: the chosen experts' parts and the shared one's."""
-    return spec.router.top_k * plan.split + plan.shared_split
+    return plan.joint or spec.router.top_k * plan.split + plan.shared_split
 
 
 def block_warps(spec: Spec, plan: Cut, each: int) -> int:
@@ -320,7 +351,8 @@ def block_warps(spec: Spec, plan: Cut, each: int) -> int:
         groups = max(1, warps // plan.warps)
         return each / groups / math.ceil(each / groups)
 
-    return 12 if little_given(spec, plan) and full(12) >= full(16) else 16
+    short = little_given(spec, plan) and full(SHORT_WARPS) >= full(16)
+    return SHORT_WARPS if short else 16
 
 
 def block_launch(
@@ -332,6 +364,7 @@ def block_launch(
     blocks = min(chosen.cores or cores, max(total, row_tiles))
     second = down_warps(spec, plan)
     each, rows = -(-total // blocks), -(-row_tiles // blocks)
+    chooser = by_logits(spec.router) and not spec.shared and rows == 1
     most = _steps_most(spec, chosen.steps)
     cuts = (plan.each, plan.each, plan.down_each, plan.shared_each or 1)
     # A ring of two stages: more on their way only stand in each other's (measured).
@@ -351,7 +384,8 @@ def block_launch(
                 room = (memory - fixed) // (warps * stage)
                 stages = min(room, chosen.stages or 2)
                 if stages >= 2:
-                    rest = (stages, stage, count, sets, given, kept, whole)
+                    beside = int(chooser and sets == 1 and warps < 32)
+                    rest = (stages, stage, count, sets, given, kept, whole, beside)
                     return (
                         Launch(blocks, warps, unit, extra, *rest),
                         Launch(blocks, warps, down_unit, down_extra, *rest),

@@ -182,7 +182,7 @@ def block(
         )
         at = source.middle(spec)
         size = at["MID_BYTES"]
-        launches = ((one.blocks, one.warps * 32), (two.blocks, two.warps * 32))
+        launches = ((one.blocks, one.threads), (two.blocks, two.threads))
         offsets = (at["MID_CHOSEN"], at["MID_WEIGHT"])
         kind = "uint32"
     else:
@@ -262,7 +262,7 @@ def one_launch_later(
     views = tuple(dynamic_names(spec)) if shifted else ()
 
     def run(late: bool, schedule: int, calls: int) -> Any:
-        how = (pair[0].blocks, pair[0].warps * 32, late, schedule, True, calls, views)
+        how = (pair[0].blocks, pair[0].threads, late, schedule, True, calls, views)
         out = call(compiled.result(), inputs, spec.out * 2, *how)
         return array_of(out, getattr(mx, spec.dtype))
 

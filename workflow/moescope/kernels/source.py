@@ -5,6 +5,7 @@ without.
 """
 
 import hashlib
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -92,6 +93,36 @@ def kept(router: Router) -> dict[str, int]:
 def each_chooses(router: Router) -> bool:
     """Whether every warp chooses for itself (CUDA): four experts a lane at most."""
     return router.select == "top_k" and router.experts <= 128
+
+
+def by_logits(router: Router) -> bool:
+    """Whether a softmax's choice is made by the logits (CUDA), see choose.body."""
+    plain = router.score == "softmax" and not router.bias and router.weight != "logsigmoid"
+    return each_chooses(router) and plain and router.experts > router.top_k
+
+
+def choice_values(router: Router, dtype: str) -> dict[str, object]:
+    """How the choice is made (CUDA). By logits: when the greatest logits are the greatest scores: the last chosen and the next are more than
+    ``LOGIT_GAP`` apart, or both larger than ``LOGIT_COARSE``, where logits that differ at all
+    differ by more; and the last is within ``LOGIT_REACH`` of the greatest, so that its score is a
+    normal number.
+
+    Scores v < w round to two values if w - v is more than w's last place, at most 2^-7 w in
+    bfloat16 and 2^-10 w in float16: if their logits differ by -log(1 - 2^-7) = 0.00785, or
+    0.00098. Logits of the same types beyond 2 are 2^-6, or 2^-9, apart. What a fast exponential
+    errs by, 2^-13 at most here, is in the margin. Unrounded scores keep the order from there on.
+    """
+    if not by_logits(router):
+        return {"BY_LOGITS": 0}
+    kind = TYPES[dtype] if router.rounded else 0
+    gap = {0: 2.0**-10, 1: 0.0082, 2: 0.0012}[kind]
+    reach = 13 * math.log(2) - math.log(router.experts) if kind == 2 else 80.0
+    return {
+        "BY_LOGITS": 1,
+        "LOGIT_GAP": number(gap),
+        "LOGIT_COARSE": number(2.1 if kind else math.inf),
+        "LOGIT_REACH": number(reach),
+    }
 
 
 def router_bytes(router: Router) -> int:

@@ -154,6 +154,13 @@ struct Panel {
     return scale_e4m3(bits & 0xffu);
   }
 
+  // Which of a stage's steps a lane copies of: weights, and scales. One for all its copies (JOINT).
+  static FN int step_of_weights(int lane) { return lane % (WIDE / PIECE) * PIECE / (4 * CHUNK); }
+  static FN int step_of_scales(int lane) {
+    return SCALES == 0 ? 0 : lane % SCALE_PIECES * SCALE_PIECE * P::GROUP / (128 * EACH);
+  }
+  static constexpr bool JOINT = 32 % (WIDE / PIECE) == 0 && (SCALES == 0 || (!COVERED && 32 % SCALE_PIECES == 0));
+
   // Scales (at AT_SCALES) or biases of step u (the stage begins at `step`) and the pair of chunks (0,1) or (2,3) of one row:
   // out[2j + h] is that of half h (16 weights) of the pair's chunk j.
   static FN void scales(const u8* from, int row, int step, int u, int pair, float (&out)[4]) {
@@ -210,8 +217,16 @@ struct Stage {
 
   template <bool EVEN>
   static FN void fetch(u8* to, const Rows a, const Rows b, int step, int end, int lane) {
+    fetch_weights<EVEN>(to, a, b, step, end, lane);
+    fetch_scales<EVEN>(to, a, b, step, lane);
+  }
+  template <bool EVEN>
+  static FN void fetch_weights(u8* to, const Rows a, const Rows b, int step, int end, int lane) {
     PA::template fetch<EVEN>(to, a.w, step, end, lane);
     PB::template fetch<EVEN>(to + AT_B, b.w, step, end, lane);
+  }
+  template <bool EVEN>
+  static FN void fetch_scales(u8* to, const Rows a, const Rows b, int step, int lane) {
     if (ALIKE) {
       constexpr int PER = PA::SCALES == 0 ? 1 : PA::SCALE_PIECES;
 #pragma unroll
@@ -256,10 +271,10 @@ FN int gives_at(int lane) {
   return ((lane & 3) * PIECES + (lane >> 4)) * 16;
 }
 
-// U steps of a stage that begins at `step`: `count` of them are real. octet(u, i): this lane's piece of the operand, zeros
+// U steps of a stage that begins at `step`: `count` of them are real; before(u) comes before each. octet(u, i): this lane's piece of the operand, zeros
 // where it gives nothing; sum_of(u, x0, x1): the sums of this lane's two chunks of step u.
-template <class A, class B, int D, int U, class OctetOf, class SumOf>
-FN void rows16(const u8* stage, int step, int count, OctetOf octet, SumOf sum_of, float& a, float& b) {
+template <class A, class B, int D, int U, class Before, class OctetOf, class SumOf>
+FN void rows16(const u8* stage, int step, int count, Before before, OctetOf octet, SumOf sum_of, float& a, float& b) {
   typedef Stage<A, B, D, U> S;
   typedef typename S::PA PA;
   typedef typename S::PB PB;
@@ -268,6 +283,7 @@ FN void rows16(const u8* stage, int step, int count, OctetOf octet, SumOf sum_of
 #pragma unroll UNROLLED
   for (int u = 0; u < U; ++u) {
     if (u < count) {
+      before(u);
       u32 wa[A::W::WORDS], wb[B::W::WORDS];
       PA::words(stage, g, u * 4 + q, wa);
       PB::words(stage + S::AT_B, g, u * 4 + q, wb);

@@ -37,6 +37,14 @@ FN u32 key_of(float v, u32 at) {
   return o << 16 | (ROUTER_HIGH ? at + 1u : 0xfffeu - at);
 }
 FN u32 index_of(u32 key) { return ROUTER_HIGH ? (key & 0xffffu) - 1u : 0xfffeu - (key & 0xffffu); }
+FN float value_of(u32 key) {
+  const u32 o = key >> 16, h = o & 0x8000u ? o & 0x7fffu : ~o & 0xffffu;
+#if ROUTER_TYPE == 2
+  return half_to_float(h);
+#else
+  return as_float(h << 16);
+#endif
+}
 template <int PER, int K, bool HIGH>
 FN void top_k(PRIVATE u32 (&key)[PER], int lane, TG u32* chosen) {
   for (int r = 0; r < K; ++r) {
@@ -49,6 +57,7 @@ FN void top_k(PRIVATE u32 (&key)[PER], int lane, TG u32* chosen) {
 }
 #else
 FN u32 key_of(float v, u32 at) { return ordered(v); }
+FN float value_of(u32 key) { return as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 template <int PER, int K, bool HIGH>
 FN void top_k(PRIVATE u32 (&key)[PER], int lane, TG u32* chosen) {
   for (int r = 0; r < K; ++r) {

@@ -42,3 +42,17 @@ FN void softmax_registers(const T* in, float (&p)[(N + 32 * READS - 1) / (32 * R
 #pragma unroll
   for (int i = 0; i < BLOCKS * READS; ++i) p[i] = fast_exp(p[i] - all) * s;
 }
+// The same of a row of at most 32 * READS values that stand in shared memory, in place, by one warp.
+template <int N, int READS, class Rounded>
+FN void softmax_shared(float* v, Rounded rounded) {
+  static_assert(N <= 32 * READS, "one block");
+  const int first = lane_id() * READS;
+  float p[READS];
+  warp_barrier();
+  softmax_registers<N, READS>(v, p);
+  warp_barrier();
+#pragma unroll
+  for (int i = 0; i < READS; ++i)
+    if (first + i < N) v[first + i] = rounded(p[i]);
+  warp_barrier();
+}
