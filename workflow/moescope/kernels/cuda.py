@@ -35,6 +35,7 @@ from .layout import (
     first_launch,
     first_static,
     little_given,
+    whole_numbers,
     steps,
     tiles,
 )
@@ -106,6 +107,7 @@ def first_values(spec: Spec, plan: Cut, how: Launch, rows: int) -> dict[str, obj
         | {
             "ONE_LAUNCH": 0,
             "CHOOSER": 0,
+            "WHOLE": int(whole_numbers(spec, plan)),
             "BEGINS_FIRST": "false",
             "PADDED": steps(spec.hidden) * STEP,
             "STEPS": steps(spec.hidden),

@@ -180,6 +180,14 @@ def joint_parts(spec: Spec, each: int) -> int:
     return count // each
 
 
+def whole_numbers(spec: Spec, plan: Cut) -> bool:
+    """Whether the first half multiplies whole numbers (matvec.cuh: whole16): in a short run, whose
+    launch waits for its products."""
+    forms = (spec.gate or spec.up, spec.up)
+    small = all(f.mode == "affine" and f.bits == 4 and f.group >= 64 for f in forms)
+    return plan.joint > 0 and small and spec.dtype == "bfloat16"
+
+
 def covered(form: Format, columns: int) -> bool:
     """Whether rows of scales begin at odd multiples of two bytes (matvec.cuh: Panel::COVERED)."""
     each = {"affine": 2}.get(form.mode, 1)
@@ -225,9 +233,10 @@ def first_static(spec: Spec, warps: int) -> int:
     """Bytes of shared memory of the first half beside the rings, roughly from above."""
     parts = 1 if spec.dtype == "bfloat16" else 2
     padded = steps(spec.hidden) * STEP
-    choices = 128 * (warps + 1) if each_chooses(spec.router) else 0
+    each = 3 if whole_numbers(spec, cut(spec)) else 2 * parts
+    choices = 128 * warps if each_chooses(spec.router) else 0
     return (
-        padded * 2 * parts + padded // 8 + router_bytes(spec.router) + choices + 128 * warps + 1024
+        padded * each + padded // 8 + router_bytes(spec.router) + choices + 128 * warps + 1024
     )
 
 

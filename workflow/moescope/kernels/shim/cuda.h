@@ -18,6 +18,7 @@ struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct __nv_bfloat16 { u16 bits; };
 struct __half { u16 bits; };
@@ -115,6 +116,19 @@ inline void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
       const float a = half(all[(row & 7) * 4 + from][2 * second + (row >> 3)], upper);
       const float b = half(all[column * 4 + from][4 + second], upper);
       d[c] += a * b;
+    }
+  }
+}
+inline void mma(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const u32 given[6] = {a0, a1, a2, a3, b0, b1};
+  const auto all = lanes::show(given, 6);
+  const int lane = lanes::lane(), g = lane >> 2, q = lane & 3;
+  for (int c = 0; c < 4; ++c) {
+    const int row = g + 8 * (c >> 1), column = 2 * q + (c & 1);
+    for (int k = 0; k < 32; ++k) {
+      const int from = (k & 15) >> 2, shift = 8 * (k & 3), second = k >> 4;
+      const int a = u8(all[(row & 7) * 4 + from][2 * second + (row >> 3)] >> shift);
+      d[c] += a * int((signed char)(all[column * 4 + from][4 + second] >> shift));
     }
   }
 }

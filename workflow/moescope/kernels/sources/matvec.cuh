@@ -309,3 +309,70 @@ FN void rows16(const u8* stage, int step, int count, Before before, OctetOf octe
     }
   }
 }
+
+// The same in whole numbers, of 4-bit weights in groups of 64 or more, with m16n8k32: weights stay bytes, which
+// takes less than half the instructions. Activations of a group of 64 are multiples of a power of two,
+// 23 bits with their sign, in three signed bytes: columns 4j, 4j + 1 and 4j + 2 hold them for group j of
+// a step, the highest first. Sums are whole numbers over a group. given(u, h): this lane's bytes of its
+// chunk's words 2h and 2h + 1, of each the even weights', then the odd ones'; sum_of(u, sum, unit): the
+// group's sum of activations, for one lane of two, and what they are multiples of.
+FN int whole_at(int lane) {
+  const int q = lane & 3, p = lane >> 2 & 3;
+  return p * 128 + (q * 32 ^ (p & 1) * 64);
+}
+FN bool whole_gives(int lane) { return (lane >> 2 & 3) < 3 && lane >> 4 == (lane & 3) >> 1; }
+template <class P, class Q>
+FN void whole_part(const u8* panel, int g, int step, int u, int group, float high, float low, float unit, float sum,
+                   float& to) {
+  float s[4], t[4];
+  Q::scales(panel + Q::AT_SCALES, g, step, u, group, s);
+  Q::scales(panel + Q::AT_BIASES, g, step, u, group, t);
+  to += s[0] * (high * unit + low * (unit * 0.00390625f)) + t[0] * sum;
+}
+template <class A, class B, int D, int U, class GivenOf, class SumOf>
+FN void whole16(const u8* stage, int step, int count, GivenOf given, SumOf sum_of, float& a, float& b) {
+  typedef Stage<A, B, D, U> S;
+  const int lane = lane_id(), q = lane & 3, g = lane >> 2, group = q >> 1;
+  constexpr u32 NIBBLES = 0x0f0f0f0fu;
+#pragma unroll UNROLLED
+  for (int u = 0; u < U; ++u) {
+    if (u < count) {
+      u32 wa[A::W::WORDS], wb[B::W::WORDS];
+      S::PA::words(stage, g, u * 4 + q, wa);
+      S::PB::words(stage + S::AT_B, g, u * 4 + q, wb);
+      int c[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint4 v = given(u, h);
+        mma(c, wa[2 * h] & NIBBLES, wb[2 * h] & NIBBLES, wa[2 * h] >> 4 & NIBBLES, wb[2 * h] >> 4 & NIBBLES, v.x, v.y);
+        mma(c, wa[2 * h + 1] & NIBBLES, wb[2 * h + 1] & NIBBLES, wa[2 * h + 1] >> 4 & NIBBLES,
+            wb[2 * h + 1] >> 4 & NIBBLES, v.z, v.w);
+      }
+      float sum, unit;
+      sum_of(u, sum, unit);
+      whole_part<A, typename S::PA>(stage, g, step, u, group, float(c[0]), float(c[1]), unit, sum, a);
+      whole_part<B, typename S::PB>(stage + S::AT_B, g, step, u, group, float(c[2]), float(c[3]), unit, sum, b);
+    }
+  }
+}
+// Eight activations as such multiples, and as bytes: most: the greatest of their group. Not a number, or
+// infinite: the unit is no number.
+FN float whole_unit(float most) {
+  const u32 e = as_bits(most) >> 23;
+  return e == 255u ? as_float(0x7fc00000u) : as_float((max(e, 23u) - 21u) << 23);
+}
+FN void whole_bytes(const float (&f)[8], float unit, uint2 (&to)[3]) {
+  const float times = as_float((254u << 23) - as_bits(unit));  // 1 / unit
+  u32 z[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i)  // rounded where a float's last place is 1; bytes as signed digits
+    z[i] = (as_bits(f[i] * times + 12582912.f) - (0x4b400000u - 0x8080u)) ^ 0x8080u;
+#pragma unroll
+  for (int odd = 0; odd < 2; ++odd) {
+    const u32 low = permute(z[odd], z[odd + 2], 0x5140), low2 = permute(z[odd + 4], z[odd + 6], 0x5140);
+    const u32 top = permute(z[odd], z[odd + 2], 0x0062), top2 = permute(z[odd + 4], z[odd + 6], 0x0062);
+    u32 digit[3] = {permute(top, top2, 0x5410), permute(low, low2, 0x7632), permute(low, low2, 0x5410)};
+#pragma unroll
+    for (int p = 0; p < 3; ++p) (odd ? to[p].y : to[p].x) = digit[p];
+  }
+}
