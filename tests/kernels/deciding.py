@@ -223,11 +223,14 @@ def check_cut_covers_every_step():
         count = layout.steps(spec.hidden)
         assert (plan.warps - 1) * plan.each < count <= plan.warps * plan.each
         count = layout.steps(spec.width)
-        assert (plan.split - 1) * plan.down_each < count <= plan.split * plan.down_each
+        if plan.joint:
+            assert plan.joint * plan.down_each == spec.router.top_k * count
+        else:
+            assert (plan.split - 1) * plan.down_each < count <= plan.split * plan.down_each
         if spec.shared:
             count = layout.steps(spec.shared.width)
             assert plan.shared_split * plan.shared_each >= count
-        assert spec.router.top_k * plan.split + plan.shared_split <= 32
+        assert layout.down_warps(spec, plan) <= 32
 
 
 def check_launches_fit():

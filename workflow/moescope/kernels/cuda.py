@@ -35,9 +35,9 @@ from .layout import (
     first_launch,
     first_static,
     little_given,
-    whole_numbers,
     steps,
     tiles,
+    whole_numbers,
 )
 from .source import STEP
 from .spec import Spec, Tensors

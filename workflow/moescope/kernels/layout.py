@@ -235,9 +235,7 @@ def first_static(spec: Spec, warps: int) -> int:
     padded = steps(spec.hidden) * STEP
     each = 3 if whole_numbers(spec, cut(spec)) else 2 * parts
     choices = 128 * warps if each_chooses(spec.router) else 0
-    return (
-        padded * each + padded // 8 + router_bytes(spec.router) + choices + 128 * warps + 1024
-    )
+    return padded * each + padded // 8 + router_bytes(spec.router) + choices + 128 * warps + 1024
 
 
 def tiles(spec: Spec) -> tuple[int, int]:

@@ -102,10 +102,10 @@ def by_logits(router: Router) -> bool:
 
 
 def choice_values(router: Router, dtype: str) -> dict[str, object]:
-    """How the choice is made (CUDA). By logits: when the greatest logits are the greatest scores: the last chosen and the next are more than
-    ``LOGIT_GAP`` apart, or both larger than ``LOGIT_COARSE``, where logits that differ at all
-    differ by more; and the last is within ``LOGIT_REACH`` of the greatest, so that its score is a
-    normal number.
+    """How the choice is made (CUDA). By logits, where the greatest are surely the greatest scores:
+    the last chosen and the next are more than ``LOGIT_GAP`` apart, or both beyond
+    ``LOGIT_COARSE``, where logits that differ at all differ by more; and the last is within
+    ``LOGIT_REACH`` of the greatest, so that its score is a normal number.
 
     Scores v < w round to two values if w - v is more than w's last place, at most 2^-7 w in
     bfloat16 and 2^-10 w in float16: if their logits differ by -log(1 - 2^-7) = 0.00785, or
