@@ -38,6 +38,7 @@ inline u32 warp_min(u32 v) { return lanes::fold(v, [](u32 a, u32 b) { return a <
 inline void warp_barrier() { lanes::shuffle(0u, 0); }
 inline void group_barrier(int id, int count) { lanes::meet(lanes::block.named[id], count); }
 inline void group_arrive(int id, int count) { lanes::arrive(lanes::block.named[id], count); }
+inline void held_here(u32&) {}
 inline u32 permute(u32 a, u32 b, u32 selector) {
   const u64 both = (u64)b << 32 | a;
   u32 r = 0;

@@ -271,10 +271,27 @@ FN int gives_at(int lane) {
   return ((lane & 3) * PIECES + (lane >> 4)) * 16;
 }
 
-// U steps of a stage that begins at `step`: `count` of them are real; before(u) comes before each. octet(u, i): this lane's piece of the operand, zeros
+#define TAKE(A, B, D, U) [&](int u, u32(&pa)[4][4], u32(&pb)[4][4]) { unpack<Stage<A, B, D, U>, A, B>(stage, u, pa, pb); }
+// A step's weights of a lane, unpacked: rows of A and of B, each chunk's four octets.
+template <class S, class A, class B>
+FN void unpack(const u8* stage, int u, u32 (&pa)[4][4], u32 (&pb)[4][4]) {
+  const int lane = lane_id(), q = lane & 3, g = lane >> 2;
+  u32 wa[A::W::WORDS], wb[B::W::WORDS];
+  S::PA::words(stage, g, u * 4 + q, wa);
+  S::PB::words(stage + S::AT_B, g, u * 4 + q, wb);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    A::W::octet(wa, i, pa[i]);
+    B::W::octet(wb, i, pb[i]);
+  }
+}
+
+// U steps of a stage that begins at `step`: `count` of them are real; before(u) comes before each.
+// take(u, pa, pb): their weights, unpacked. octet(u, i): this lane's piece of the operand, zeros
 // where it gives nothing; sum_of(u, x0, x1): the sums of this lane's two chunks of step u.
-template <class A, class B, int D, int U, class Before, class OctetOf, class SumOf>
-FN void rows16(const u8* stage, int step, int count, Before before, OctetOf octet, SumOf sum_of, float& a, float& b) {
+template <class A, class B, int D, int U, class Before, class Take, class OctetOf, class SumOf>
+FN void rows16(const u8* stage, int step, int count, Before before, Take take, OctetOf octet, SumOf sum_of, float& a,
+               float& b) {
   typedef Stage<A, B, D, U> S;
   typedef typename S::PA PA;
   typedef typename S::PB PB;
@@ -284,22 +301,18 @@ FN void rows16(const u8* stage, int step, int count, Before before, OctetOf octe
   for (int u = 0; u < U; ++u) {
     if (u < count) {
       before(u);
-      u32 wa[A::W::WORDS], wb[B::W::WORDS];
-      PA::words(stage, g, u * 4 + q, wa);
-      PB::words(stage + S::AT_B, g, u * 4 + q, wb);
+      u32 pa[4][4], pb[4][4];
+      take(u, pa, pb);
       float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint4 v = octet(u, i);
-        u32 pa[4], pb[4];
-        A::W::octet(wa, i, pa);
-        B::W::octet(wb, i, pb);
         if (i < 2) {  // two chains: half the latency, and nvfp4's halves apart
-          mma(c, pa[0], pb[0], pa[1], pb[1], v.x, v.y);
-          mma(c, pa[2], pb[2], pa[3], pb[3], v.z, v.w);
+          mma(c, pa[i][0], pb[i][0], pa[i][1], pb[i][1], v.x, v.y);
+          mma(c, pa[i][2], pb[i][2], pa[i][3], pb[i][3], v.z, v.w);
         } else {
-          mma(d, pa[0], pb[0], pa[1], pb[1], v.x, v.y);
-          mma(d, pa[2], pb[2], pa[3], pb[3], v.z, v.w);
+          mma(d, pa[i][0], pb[i][0], pa[i][1], pb[i][1], v.x, v.y);
+          mma(d, pa[i][2], pb[i][2], pa[i][3], pb[i][3], v.z, v.w);
         }
       }
       float x0 = 0.f, x1 = 0.f;

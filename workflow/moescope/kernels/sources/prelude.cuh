@@ -23,6 +23,7 @@ FN void warp_barrier() { __syncwarp(); }
 // Only `count` threads meet here; id 0 is __syncthreads'.
 FN void group_barrier(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
 FN void group_arrive(int id, int count) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory"); }
+FN void held_here(u32& v) { asm volatile("" : "+r"(v)); }  // made by now, and not where it is used
 FN u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 FN u32 funnel(u32 low, u32 high, u32 shift) { return __funnelshift_r(low, high, shift); }
 FN u32 mask_or(u32 v, u32 mask, u32 bits) {  // (v & mask) | bits in one instruction
