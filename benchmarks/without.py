@@ -22,8 +22,11 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "operand": ((r"(?<=for \(int o = early); (?=o < )", " + (1 << 20); "),),
     "weights": ((r"\b(Routed|DownRouted)::fetch<\w+>\([^;]*;", ";"),),
-    "first": ((r"(?<=if \(routed\) )rows16<A_ROWS[^;]*;", _TOUCH),),
-    "second": ((r"(?<=if \(down_routed\) )rows16<DOWN,[^;]*;", _TOUCH),),
+    "first": (
+        (r"(?<=if \(routed\) )rows16<A_ROWS[^;]*;", _TOUCH),
+        (r"\bwhole16<A_ROWS[^;]*;", _TOUCH),
+    ),
+    "second": ((r"\brows16<DOWN,[^;]*;", _TOUCH),),
     "words": (
         (r"if \(!ONE_LAUNCH \|\| warp_all\(there\)\) break;", "break;"),
         (
