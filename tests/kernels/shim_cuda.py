@@ -80,6 +80,61 @@ def check_parts_over_two_experts(name):
             assert mx.array_equal(once(late, schedule, calls), result["y"]).item(), how
 
 
+def _short_run(**changes):
+    """A block whose first half multiplies whole numbers."""
+    router = dataclasses.replace(samples.block().router, experts=8, logits=8, **changes)
+    spec = samples.block(experts=8, top_k=8, hidden=640, width=768, router=router)
+    assert layout.whole_numbers(spec, layout.cut(spec))
+    return spec, samples.tensors_of(spec)
+
+
+def check_whole_numbers():
+    """Activations of all sizes side by side, tiny ones and none stay near the reference; what is no
+    number or infinite stays so."""
+    mx.random.seed(12)
+    spec, tensors = _short_run()
+    x, dynamic = samples.inputs_of(spec)
+    size = mx.arange(x.size).reshape(x.shape)
+    for name, factor in {
+        "alike": mx.array(1.0),
+        "outliers": mx.where(size % 97 == 0, 1e4, 1.0),
+        "sizes": mx.power(2.0, size % 61 - 30.0),
+        "tiny": mx.array(1e-30),
+        "none in a group": mx.where(size // 64 == 1, 0.0, 1.0),
+        "nothing": mx.array(0.0),
+    }.items():
+        given = (x * factor).astype(x.dtype)
+        result = shim.block("cuda", spec, tensors, given, *dynamic)
+        picks = (result["chosen"], result["weights"])
+        exact = reference.block(spec, tensors, given, picks=picks)
+        found = samples.distance(result["y"], exact)
+        assert found["finite"] and (found["nrms"] <= 5e-4 or not mx.any(exact)), (name, found)
+    for value in (float("nan"), float("inf")):
+        given = mx.where(size == 70, value, x).astype(x.dtype)
+        result = shim.block("cuda", spec, tensors, given, *dynamic)
+        assert not mx.any(mx.isfinite(result["y"])).item(), value
+
+
+def check_whole_numbers_near_cancelling():
+    """Experts in pairs that leave 2 % of either: the error stays that of one rounding."""
+    mx.random.seed(8)
+    spec, tensors = _short_run(select="given")
+    at = mx.arange(8)
+
+    def pairs(p, factor):
+        sign = mx.where(at % 2 == 1, factor, 1).astype(p.scales.dtype).reshape(-1, 1, 1)
+        parts = {n: getattr(p, n)[at // 2 * 2] for n in ("weight", "scales", "biases")}
+        return dataclasses.replace(p, **parts | {n: parts[n] * sign for n in ("scales", "biases")})
+
+    halves = {"gate": pairs(tensors.gate, 1), "up": pairs(tensors.up, 1)}
+    tensors = dataclasses.replace(tensors, **halves, down=pairs(tensors.down, -1))
+    x, _ = samples.inputs_of(spec)
+    picks = (at.astype(mx.uint32), mx.where(at % 2 == 1, 0.98 / 8, 1 / 8).astype(mx.float32))
+    result = shim.block("cuda", spec, tensors, x, *picks)
+    exact = reference.block(spec, tensors, x, picks=picks)
+    assert samples.distance(result["y"], exact)["nrms"] <= 5e-4
+
+
 def check_more_blocks_than_rows():
     """Blocks that have nothing in the second half go, and the others do not wait for more."""
     mx.random.seed(5)
