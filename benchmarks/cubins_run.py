@@ -230,7 +230,7 @@ def run_shape(gpu, shape, rate):
         halves = variant["halves"]
         timed = halves[0] if halves[0]["points"] else None
         if timed:
-            places = places.ljust(timeline.BYTES_AT + (1 << 20), b"\0")
+            places = places.ljust(timeline.END, b"\0")
         many["scratch"] = [gpu.upload(places)]
         pair = list(zip(halves, [many["middle"][0], out][-len(halves) :], strict=True))
         parts = [("both", pair)]
@@ -240,7 +240,7 @@ def run_shape(gpu, shape, rate):
             work = gpu.graph(lambda halves=halves: chain(halves))
             found[name] = [t * 1e3 / (layers * ROUNDS) for t in gpu.times(work, 5)]
         if timed:
-            stamps = gpu.download(many["scratch"][0], timeline.BYTES_AT + (1 << 20))
+            stamps = gpu.download(many["scratch"][0], timeline.END)
         for half, target in pair:
             gpu.half(half, {name: given[0] for name, given in many.items()}, target)
         gpu.wait()

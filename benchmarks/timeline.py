@@ -9,17 +9,18 @@ POINTS = (
     ("chosen", "+#if ONE_LAUNCH || ROUTER_EACH\n__syncthreads();\n#endif", ""),
     ("sent for", "u8* const mid = (u8*)scratch + SCRATCH_HEAD + which * MID_PLACE;", ""),
     ("first stage", _STAGE, "if (at == 0) "),
-    ("multiplied", _SUMMED, "if (n == 0) "),
+    ("first stage multiplied", _SUMMED, "if (n == 0) "),
     ("second stage", _STAGE, "if (at == 1) "),
-    ("multiplied", _SUMMED, "if (n == 1) "),
+    ("second stage multiplied", _SUMMED, "if (n == 1) "),
     ("first half", "#if MEET_FIRST", ""),
     ("words there", "const bool down_live = gives<2>(lane);", ""),
     ("second half's stage", "#if !DOWN_AT_ONCE", "if (at == 0) "),
-    ("multiplied", "if ((lane & 3) == 0) {\nparts[turn][warp][g] = a;", ""),
+    ("second half multiplied", "if ((lane & 3) == 0) {\nparts[turn][warp][g] = a;", ""),
 )
 NAMES = (*(name for name, _, _ in POINTS), "end")
 BYTES_AT, LONGS = 1 << 20, 16  # in the scratch; a warp's numbers, of which two are its times
 ROWS = 160 * 32  # warps of a launch; of two launches, by turns
+END = BYTES_AT + 2 * ROWS * LONGS * 4
 
 _BEGIN = "u32* const chosen = choices[ROUTER_EACH && !CHOOSER ? warp : 0];"
 _CLOCK = 'asm volatile("mov.u32 %%0, %%%s;" : "=r"(%s) :: "memory");'
