@@ -103,7 +103,7 @@ def check_geometries(name):
 
 
 def check_router(name):
-    """Sets and their order as MLX's operations on this device give them, ties included."""
+    """Sets and weights as MLX's operations on this device give them, ties included."""
     mx.random.seed(23)
     router = samples.routers()[name]
     if device.current() is None:
@@ -117,7 +117,8 @@ def check_router(name):
     gap, exact = 0.0, 0
     trials = 60
     for trial in range(trials):
-        logits = mx.random.normal((router.logits,)) * 2
+        scale = (2, 0.3, 0.05, 60)[trial % 4] if router.score == "softmax" else 2
+        logits = mx.random.normal((router.logits,)) * scale
         if trial % 3 == 1:
             logits = mx.round(logits * 2) / 2
         if trial % 3 == 2 and trial < 9:
@@ -125,8 +126,10 @@ def check_router(name):
         logits = logits.astype(mx.bfloat16)
         chosen, weights = cuda.choice(spec, run.first_half(x, logits)[0])
         want, given = route(router, logits.reshape(1, 1, -1), arrays)
-        assert chosen.tolist() == want.tolist(), trial
-        given = given.astype(mx.float32)[: router.top_k]
+        assert sorted(chosen.tolist()) == sorted(want.tolist()), trial
+        order, given_order = mx.argsort(chosen), mx.argsort(want)
+        weights = weights[order]
+        given = given.astype(mx.float32)[: router.top_k][given_order]
         gap = max(gap, (mx.max(mx.abs(weights - given)) / mx.max(given)).item())
         exact += mx.array_equal(weights, given).item()
     assert gap <= 2.0**-8, gap
