@@ -254,8 +254,9 @@ def main() -> None:
                 "variants": rows,
             }
         )
-    fill = (Path(__file__).parent / "fill.cu").read_text(encoding="utf-8")
-    builder.texts["fill"] = fill
+    for name in ("fill", "cold"):
+        text = (Path(__file__).parent / f"{name}.cu").read_text(encoding="utf-8")
+        builder.texts[name] = text
     builder.compile()
     (args.folder / "manifest.json").write_text(json.dumps(manifest))
     for name in ("cubins_run.py", "timeline.py"):

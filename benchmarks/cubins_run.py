@@ -3,7 +3,8 @@
     python3 FOLDER/cubins_run.py [SHAPE ...]
 
 Times are of chains over layers with other experts each time, so that weights come from memory, as
-one CUDA graph; µs per launch from start to start, launch gaps included. "share": what the bytes
+one CUDA graph; µs per launch from start to start, launch gaps included. "cold": the same where
+each launch comes after cold.cu, whose own time is taken off. "share": what the bytes
 would take at this session's copy rate, over the time of both halves. Of a shape's variants, whether
 one launch gives the first one's bits. "timeline": clocks of the
 multiprocessor, minimum, tenths 1, 5 and 9, maximum over the warps of the last launch.
@@ -45,6 +46,9 @@ class Gpu:
         check(driver.cuCtxSetCurrent(context))
         check(driver.cuStreamCreate(c.byref(self.stream), 1))
         self.functions, self.seed = {}, 0
+        count = c.c_int()
+        check(driver.cuDeviceGetAttribute(c.byref(count), 16, device))
+        self.count = count.value  # multiprocessors
 
     def function(self, cubin, shared=0):
         """The kernel of a cubin, its dynamic shared memory allowed."""
@@ -74,6 +78,11 @@ class Gpu:
         function = self.function(half["cubin"], half["shared"])
         pointers = [c.c_uint64(buffers[name]) for name in half["inputs"]] + [c.c_uint64(output)]
         self.launch(function, half["blocks"], half["threads"], half["shared"], pointers)
+
+    def cold(self):
+        """Leaves nothing else in the instruction caches."""
+        values = [c.c_uint64(0), c.c_float(0.5), c.c_float(0.25)]
+        self.launch(self.function("cold"), self.count, 128, 0, values)
 
     def allocate(self, size):
         pointer = c.c_uint64()
@@ -218,13 +227,19 @@ def run_shape(gpu, shape, rate):
     gpu.wait()
     floor = shape["bytes"] / rate * 1e6
 
-    def chain(halves):
+    def chain(halves, cold=False):
         for i in range(layers * ROUNDS):
             buffers = {name: given[i % len(given)] for name, given in many.items()}
+            if cold:
+                gpu.cold()
             for half, target in halves:
                 gpu.half(half, buffers, target)
 
-    first_bits = None
+    def each(*given):
+        work = gpu.graph(lambda: chain(*given))
+        return [t * 1e3 / (layers * ROUNDS) for t in gpu.times(work, 5)]
+
+    first_bits, between = None, statistics.median(each((), True))
     for variant in shape["variants"]:
         places = b"\0" * 512 + b"\xff" * 2 * (shape["middle"] + 128)
         halves = variant["halves"]
@@ -237,8 +252,9 @@ def run_shape(gpu, shape, rate):
         parts += [("first", pair[:1]), ("second", pair[1:])] if pair[1:] else []
         found = {}
         for name, halves in parts:
-            work = gpu.graph(lambda halves=halves: chain(halves))
-            found[name] = [t * 1e3 / (layers * ROUNDS) for t in gpu.times(work, 5)]
+            found[name] = each(halves)
+        if not timed:
+            found["cold"] = [t - between for t in each(pair, True)]
         if timed:
             stamps = gpu.download(many["scratch"][0], timeline.END)
         for half, target in pair:
