@@ -271,6 +271,15 @@ def test_skipped_attention_does_not_matter(findings, model):
     assert findings[model]["attention"] == [False, True]
 
 
+@each_model
+def test_what_comes_before_a_skipped_part_is_still_computed(findings, model):
+    """MLX computes only what something needs: the norm before a skipped block would go with it,
+    and the block would seem to cost more than any kernel for it could save."""
+    stays = findings[model]["inputs_stay"]
+    assert len(stays) == (4 if model in MOE else 1)
+    assert all(stays.values()), stays
+
+
 @each_moe
 def test_top_k_is_the_number_of_experts_gathered(findings, model):
     found = findings[model]

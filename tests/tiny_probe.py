@@ -76,6 +76,24 @@ class Model:
                 mx.gather_qmm = original
         return seen
 
+    def inputs_stay(self, patches, modules):
+        """Whether what these modules are handed is computed, though nothing may come of it."""
+        seen = []
+
+        def noted(inner):
+            def call(module, x, *args, **kwargs):
+                seen.append(x)
+                return inner(module, x, *args, **kwargs)
+
+            return call
+
+        with applied(self.state, patches), Changes() as changes:
+            cache = self.prefill()
+            for module in modules:
+                changes.call(module, noted)
+            logits = self.call([[37]], cache)
+            return bool(seen) and len(labels(logits)) == len(labels(logits, *seen))
+
     def primitives(self, patches=()):
         cache = self.prefill(patches)
         with applied(self.state, patches):
@@ -322,6 +340,11 @@ def probe(package, path):
             if path.startswith(sites.root)
         },
         "in_force": in_force(model),
+        "inputs_stay": {
+            "skip_attention": model.inputs_stay(
+                ["skip_attention"], [part.module for part in sites.attention]
+            )
+        },
         "delays": delays(model),
         "leaks": leaks(model),
     }
@@ -336,6 +359,15 @@ def probe(package, path):
     switches = [block.switch.module for block in sites.blocks]
     routers = [part.module for block in sites.blocks for part in block.router]
     own = [block.module for block in sites.blocks]
+    choosing = [
+        block.router[0].module if block.routing == "module" else block.module
+        for block in sites.blocks
+    ]
+    found["inputs_stay"] |= {
+        "skip_experts": model.inputs_stay(["skip_experts"], switches),
+        "skip_router": model.inputs_stay(["skip_router"], choosing),
+        "skip_moe": model.inputs_stay(["skip_moe"], own),
+    }
     with poisoned(switches):
         found["experts"] = [model.finite(), model.finite(["skip_experts"])]
         found["experts_without_router"] = model.finite(["skip_router"])

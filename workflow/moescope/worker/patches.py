@@ -73,6 +73,12 @@ class Constants:
         return self._made[key]
 
 
+def _after(x: mx.array, made: mx.array) -> mx.array:
+    """The same as ``made``, once x is there. MLX computes only what something needs: what comes
+    before a skipped part, a norm, would go with it, and the part would seem to cost more."""
+    return mx.depends([made], [x])[0]
+
+
 def _blocks(sites: Survey) -> tuple[MoeBlock, ...]:
     if not sites.blocks:
         raise Refusal("not_applicable", "the model has no experts")
@@ -85,7 +91,7 @@ def _skip_experts(state: State, sites: Survey, changes: Changes) -> None:
 
     def make(width: int, inner: Callable) -> Callable:
         def call(switch, x, indices, weights=None, shared=None, residual=None):
-            routed = constants.full((*indices.shape, width), x.dtype)
+            routed = _after(x, constants.full((*indices.shape, width), x.dtype))
             if weights is None and shared is None and residual is None:
                 return routed
             return switch._combine(routed, weights, shared, residual)
@@ -153,7 +159,7 @@ def _skip_moe(state: State, sites: Survey, changes: Changes) -> None:
 
     def make(switch: Any, inner: Callable) -> Callable:
         def call(module, x, *args, residual=None, **kwargs):
-            y = constants.full(x.shape, x.dtype)
+            y = _after(x, constants.full(x.shape, x.dtype))
             return y if residual is None else switch._combine(y, None, None, residual)
 
         return call
@@ -176,7 +182,7 @@ def _skip_attention(state: State, sites: Survey, changes: Changes) -> None:
                 output = inner(module, x, *args, **kwargs)
                 seen[:] = [len(output) - 1 if isinstance(output, tuple) else None]
                 return output
-            zeros = constants.full(x.shape, x.dtype)
+            zeros = _after(x, constants.full(x.shape, x.dtype))
             return zeros if seen[0] is None else (zeros, *(None,) * seen[0])
 
         return call
