@@ -249,6 +249,23 @@ def test_weights_come_back_as_the_manifest_says(task):
         materialise.ensure(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen9_moe"}, "Model type qwen9_moe not supported"),
+        ({"num_experts": None}, "num_experts"),
+    ],
+)
+def test_a_config_that_the_runtime_refuses_is_one_line(task, change, message):
+    config = task.params["source"]["config"]
+    config |= change
+    task.params["source"]["config"] = {k: v for k, v in config.items() if v is not None}
+    with pytest.raises(UserError, match=message) as error:
+        fetch.run(task)
+    assert error.value.where == "source.config" and "\n" not in str(error.value)
+    assert not (task.work / "checkpoints" / task.key).exists()
+
+
 def test_hashes_are_not_taken_twice(answered, monkeypatch):
     fetch.run(answered)
     described = read_json(answered.out / "manifest.json")

@@ -7,7 +7,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from ..runtimes.client import Worker
+from ..errors import UserError
+from ..runtimes.client import Worker, WorkerDied, WorkerError
 from ..runtimes.environments import ensure_layout
 from . import local, manifest, synthetic
 from .headers import read_headers
@@ -60,12 +61,20 @@ def _fill(source: dict[str, Any], folder: Path, work: Path, root: Path) -> None:
     interpreter = ensure_layout(source["layout"], source["layout_lock"], work, root)
     log = work / "logs" / f"layout.{folder.stem}.log"
     with Worker(interpreter.python, interpreter.env, root, log) as worker:
-        layout = worker.ask(
-            "layout",
-            LAYOUT_LIMIT_S,
-            package=source["package"],
-            config=source["config"],
-            quantization=source.get("quantization"),
-            dtype=source["dtype"],
-        )
+        try:
+            layout = worker.ask(
+                "layout",
+                LAYOUT_LIMIT_S,
+                package=source["package"],
+                config=source["config"],
+                quantization=source.get("quantization"),
+                dtype=source["dtype"],
+            )
+        except WorkerDied:
+            raise
+        except WorkerError as refused:
+            raise UserError(
+                f"{refused.message}; the config is what {source['layout']} has to build",
+                where="source.config",
+            ) from refused
     synthetic.make(source, layout, folder)

@@ -301,10 +301,11 @@ def include(text: str) -> str:
 def _kernel(
     kind: str, inputs: tuple[str, ...], output: str, header: str, body: str, memory: int
 ) -> Callable[..., Any]:
+    name = f"moescope_{kind}_{source.digest(header, body)}"
     if not inline():
         header, body = include(header), include(body)
     return mx.fast.cuda_kernel(
-        name=f"moescope_{kind}_{source.digest(header, body)}",
+        name=name,
         input_names=list(inputs),
         output_names=[output],
         source=body,
