@@ -253,10 +253,9 @@ def run_shape(gpu, shape, rate):
         found = {}
         for name, halves in parts:
             found[name] = each(halves)
-        if not timed:
-            found["cold"] = [t - between for t in each(pair, True)]
-        if timed:
-            stamps = gpu.download(many["scratch"][0], timeline.END)
+        stamps = [gpu.download(many["scratch"][0], timeline.END)] if timed else []
+        found["cold"] = [t - between for t in each(pair, True)]
+        stamps += [gpu.download(many["scratch"][0], timeline.END)] if timed else []
         for half, target in pair:
             gpu.half(half, {name: given[0] for name, given in many.items()}, target)
         gpu.wait()
@@ -274,8 +273,9 @@ def run_shape(gpu, shape, rate):
             f"{'the same bits' if bits == first_bits else 'OTHER BITS'}",
             flush=True,
         )
-        if timed:
-            print_timeline(stamps, timed)
+        for name, noted in zip(("warm", "cold"), stamps, strict=False):
+            print(f"  {name}")
+            print_timeline(noted, timed)
     for given in many.values():
         for pointer in given:
             gpu.free(pointer)
