@@ -1,5 +1,6 @@
 """A run that did not do its work is void, and says what it lacks."""
 
+import contextlib
 import json
 import math
 
@@ -136,6 +137,23 @@ def test_the_warm_up_times_two_passes_and_counts_what_is_cached(task):
     assert found["cache"] == found["cache_before"] == {"files": 1, "bytes": 5}
     assert found["first_use_s"] >= 0
     assert found["first_pass"]["decode_s"] > 0 and found["second_pass"]["decode_s"] > 0
+
+
+def test_what_is_cached_is_counted_when_its_turn_has_come(task, tmp_path, monkeypatch):
+    """Another warm-up, which had the host first, has left a kernel more."""
+    locked = warmup.guards.locked
+
+    @contextlib.contextmanager
+    def after_another(*arguments):
+        with locked(*arguments) as facts:
+            (tmp_path / "cache" / "another.so").write_bytes(b"123")
+            yield facts
+
+    task = task()
+    monkeypatch.setattr(warmup.guards, "locked", after_another)
+    warmup.run(task)
+    found = read_json(task.out / "warmup.json", "moescope/warmup/1")
+    assert found["cache_before"] == {"files": 2, "bytes": 8}
 
 
 def test_a_runtime_without_the_family_is_said_not_failed(task):

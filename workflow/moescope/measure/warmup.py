@@ -32,9 +32,9 @@ def run(task: Task) -> None:
         write_json(task.out / "warmup.json", {"schema": SCHEMA, **skipped.facts, "cache": None})
         return
     caches = cache_folders(bench.variables(arm))
-    before = cached(caches)
     what = f"warmup {task.subject}"
     with guards.locked(what, params["machine"]["backend"], LOCK_LIMIT_S, task.say):
+        before = cached(caches)
         try:
             found = _first_process(bench, arm, shape)
         except WorkerError as refused:
