@@ -2,16 +2,19 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
+import subprocess
 import tempfile
 from pathlib import Path
 
 import mlx.core as mx
 
 from moescope.errors import UserError
-from moescope.kernels import cuda, device, fuse, gate, layout, parity, patch, samples
+from moescope.kernels import cuda, device, fuse, gate, layout, parity, patch, samples, shim
+from moescope.kernels.common import dynamic_names, static_inputs
 from moescope.kernels.device import Device
 from moescope.kernels.layout import (
     Geometry,
@@ -20,7 +23,6 @@ from moescope.kernels.layout import (
     down_launch,
     first_launch,
     first_stage,
-    first_static,
     tiles,
 )
 
@@ -282,6 +284,73 @@ def check_shared_memory_is_asked_for_in_full():
         assert requested(one.ring_bytes, beside) + beside <= 232448
 
 
+def _one_launches():
+    """Blocks of one launch of several kinds: short runs near a device's limit, routers, sets."""
+    kinds = samples.cases()
+    found = [kinds[n] for n in ("affine4g64", "float16", "qwen3_next", "inkling", "gpt_oss")]
+    found.append((samples.block(samples.FORMATS["affine4g32"], hidden=5632), {}))
+    found.append((samples.block(experts=32, top_k=4, hidden=4224, width=1280), {}))
+    for spec, arrays in found:
+        plan = cut(spec)
+        for cores, memory in ((132, 232448), (108, 166912), (84, 101376)):
+            if pair := block_launch(spec, plan, Geometry(), cores, memory):
+                yield spec, arrays, plan, pair, memory
+
+
+def check_static_memory_is_counted_in_full():
+    """What a kernel's text declares as shared, by its compiler, and the rings fit the device."""
+    seen = {}
+    for spec, arrays, plan, pair, memory in _one_launches():
+        how = pair[0]
+        shape = (spec, how.warps, how.sets, how.groups, how.beside)
+        if shape not in seen:
+            seen[shape] = _declared(spec, arrays, plan, pair)
+        counted = layout.block_static(spec, plan, how.warps, how.sets)
+        assert seen[shape] <= counted, (spec.label, seen[shape], counted)
+        assert counted + how.ring_bytes <= memory, spec.label
+    return {"texts": len(seen)}
+
+
+def _declared(spec, arrays, plan, pair):
+    few = dataclasses.replace(spec, router=dataclasses.replace(spec.router, experts=1))
+    first, second = static_inputs(spec, samples.tensors_of(few, arrays), False)
+    x, dynamic = samples.inputs_of(spec)
+    inputs = dict(zip(dynamic_names(spec), [x, *dynamic], strict=True))
+    inputs |= {"scratch": mx.zeros((1,), mx.uint32)} | first | second
+    text = cuda.whole_block(spec, plan, pair, cuda.MATH)
+    made = shim.library("cuda", *text, inputs, f"out {spec.dtype}")
+    names = subprocess.run(
+        ["nm", "-S", made], text=True, capture_output=True, timeout=60, check=True
+    ).stdout
+    # The function's own, but for the rings; 16 bytes apart at worst.
+    own = re.findall(r"^\w+ (\w+) [bB] _ZZL6kernel.*(?<!rings)$", names, re.M)
+    sizes = [int(size, 16) for size in own]
+    assert len(sizes) >= 6
+    return sum(-(-size // 16) * 16 for size in sizes)
+
+
+def check_first_stages_are_the_first_halfs():
+    """Where every warp sends for a stage of the first half, every block has a tile for each."""
+    found = {True: 0, False: 0}
+    for top_k, width, cores in itertools.product((1, 2, 3, 8), (64, 128, 192, 768), range(1, 150)):
+        spec = samples.block(experts=8, top_k=top_k, width=width)
+        plan = cut(spec)
+        for chosen in (Geometry(), Geometry(warps=4)):
+            pair = block_launch(spec, plan, chosen, cores, 232448)
+            begins = cuda.begins_first(spec, plan, pair[0])
+            found[begins] += 1
+            values = cuda.first_values(spec, plan, pair[0], 0)
+            soon, late = values["SOON_TILES"], values["ROUTED_TILES"] - values["SOON_TILES"]
+            runs = [soon + late] if values["JOINT_RUNS"] else [soon, late]
+            blocks = pair[0].blocks
+            each = [
+                sum((b + 1) * run // blocks - b * run // blocks for run in runs)
+                for b in range(blocks)
+            ]
+            assert not begins or min(each) >= pair[0].groups, (top_k, width, cores, chosen)
+    assert min(found.values()) > 100, found
+
+
 def _launched(spec, launches):
     """(kernel's name, names of its inputs, its inputs) of three calls, without a device."""
     made = []
@@ -344,7 +413,7 @@ def check_both_halves_fit_one_launch():
                 assert memory < 232448, name
                 continue
             one, two = pair
-            fixed = first_static(spec, one.warps)
+            fixed = layout.block_static(spec, plan, one.warps, one.sets)
             assert one.ring_bytes + fixed <= memory, name
             assert one.warps == two.warps <= 32 and one.groups <= 14 and one.stages >= 2, name
             assert one.blocks <= 132 and one.groups * plan.warps <= one.warps, name

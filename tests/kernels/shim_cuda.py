@@ -135,6 +135,22 @@ def check_whole_numbers_near_cancelling():
     assert samples.distance(result["y"], exact)["nrms"] <= 5e-4
 
 
+def check_blocks_with_no_tile_of_a_run():
+    """Runs dealt apart, of fewer tiles than blocks: some blocks have two tiles, others none."""
+    mx.random.seed(13)
+    spec = samples.block(experts=8, top_k=2, hidden=2048, width=64)
+    tensors = samples.tensors_of(spec)
+    x, dynamic = samples.inputs_of(spec)
+    plan = layout.cut(spec)
+    values = cuda.first_values(
+        spec, plan, layout.block_launch(spec, plan, Geometry(), 16, shim.MEMORY)[0], 0
+    )
+    assert not values["JOINT_RUNS"] and values["SOON_TILES"] < 16
+    two = shim.block("cuda", spec, tensors, x, *dynamic)["y"]
+    once = shim.one_launch(spec, tensors, x, *dynamic, blocks=16)
+    assert mx.array_equal(once, two).item()
+
+
 def check_more_blocks_than_rows():
     """Blocks that have nothing in the second half go, and the others do not wait for more."""
     mx.random.seed(5)

@@ -28,9 +28,11 @@ from .layout import (
     Geometry,
     Launch,
     block_launch,
+    block_static,
     check_cores,
     cut,
     down_launch,
+    down_static,
     down_warps,
     first_launch,
     first_static,
@@ -230,7 +232,11 @@ def whole_block(
 
 def begins_first(spec: Spec, plan: Cut, how: Launch) -> bool:
     """Whether every warp's first stages, but one, are the first half's: less text, which counts."""
-    each = sum(tiles(spec)) // how.blocks
+    routed, _ = tiles(spec)
+    early = routed // spec.router.top_k * soon(spec.router.top_k, how)
+    late = routed - early
+    runs = [routed] if joint_runs(0, early, late, how.blocks) else [early, late]
+    each = sum(run // how.blocks for run in runs)  # a block has at least so many
     alone = how.warps == how.groups * plan.warps
     return alone and how.stages == 2 and each >= how.groups and not spec.shared
 
@@ -489,7 +495,7 @@ def _one_launch(
     names = (*dynamic_names(spec), "scratch")
     whole, few = pointers([*first.values(), *second.values()])
     body = addresses_text(first | second) + body
-    memory = requested(how.ring_bytes, first_static(spec, how.warps) + 128 * how.warps)
+    memory = requested(how.ring_bytes, block_static(spec, plan, how.warps, how.sets))
     kernel = _kernel("moe", names, "out", head, body, memory)
     turn = itertools.cycle(scratches(spec, few))
     grid, group = (how.blocks * how.threads, 1, 1), (how.threads, 1, 1)
@@ -521,7 +527,7 @@ def two_launches(
     gate_up = _kernel("gate_up", names, "middle", head, body, memory)
     head, body = second_half(spec, plan, two)
     head += "\n" + bounds(two.threads, 1) + "\n"
-    memory = requested(two.ring_bytes, 2048 + 128 * two.warps)
+    memory = requested(two.ring_bytes, down_static(spec, plan))
     down = _kernel("down", ("middle", *second), "out", head, body, memory)
 
     whole_first, static_first = pointers(list(first.values()))

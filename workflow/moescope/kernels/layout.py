@@ -238,6 +238,21 @@ def first_static(spec: Spec, warps: int) -> int:
     return padded * each + padded // 8 + router_bytes(spec.router) + choices + 128 * warps + 1024
 
 
+def down_static(spec: Spec, plan: Cut) -> int:
+    """Bytes of shared memory of the second half beside rings and operand, roughly from above."""
+    return parts_bytes(spec, plan, 1) + 2048
+
+
+def parts_bytes(spec: Spec, plan: Cut, sets: int) -> int:
+    """Bytes of the second half's sums (down_sum.body: parts); a joint part may have two."""
+    return 128 * sets * (2 * plan.joint or down_warps(spec, plan))
+
+
+def block_static(spec: Spec, plan: Cut, warps: int, sets: int) -> int:
+    """Bytes of shared memory of both halves in one launch beside rings and operand."""
+    return first_static(spec, warps) + parts_bytes(spec, plan, sets)
+
+
 def tiles(spec: Spec) -> tuple[int, int]:
     """Routed and shared tiles of the first half."""
     rows = 8 if spec.gate else 16
@@ -324,7 +339,7 @@ def down_launch(spec: Spec, plan: Cut, chosen: Geometry, cores: int, memory: int
         stage = down_stage(spec, unit, extra)
         needed = -(-plan.down_each // unit) * -(-row_tiles // blocks)
         for given, kept, whole in given_choices(spec, plan, max(unit, extra), 1):
-            room = (memory - 2048 - warps * 128 - given) // (warps * stage)
+            room = (memory - down_static(spec, plan) - given) // (warps * stage)
             stages = _stages(room, chosen.stages, needed)
             if stages and warps <= 32:
                 rest = {"given": given, "kept": kept, "whole": whole}
@@ -387,7 +402,7 @@ def block_launch(
                 continue
             sets = min(SETS_MOST, rows, warps // second)
             for given, kept, whole in given_choices(spec, plan, max(down_unit, down_extra), sets):
-                fixed = first_static(spec, warps) + 128 * second * sets + given
+                fixed = block_static(spec, plan, warps, sets) + given
                 room = (memory - fixed) // (warps * stage)
                 stages = min(room, chosen.stages or 2)
                 if stages >= 2:

@@ -40,9 +40,14 @@ TYPES = {
 }
 
 
-def compile_text(language: str, header: str, body: str, inputs: dict[str, Any], output: str) -> Any:
+def compile_text(*text: Any) -> Any:
     """A function (void** inputs, void* output, int blocks, int threads, int late, int schedule,
-    int together) from a kernel's text.
+    int together) from a kernel's text, given as to ``library``."""
+    return ctypes.CDLL(str(library(*text))).run
+
+
+def library(language: str, header: str, body: str, inputs: dict[str, Any], output: str) -> Path:
+    """A kernel's text compiled.
 
     output: name and type of the kernel's output, as "out bfloat16". Raises subprocess errors with
     the compiler's message, TimeoutExpired after two minutes.
@@ -77,18 +82,18 @@ def compile_text(language: str, header: str, body: str, inputs: dict[str, Any], 
     stamp = hashlib.sha256((text + _headers() + " ".join(FLAGS)).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"moescope-shim-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    library = folder / f"{stamp}.so"
-    if not library.exists():
+    made = folder / f"{stamp}.so"
+    if not made.exists():
         fresh = folder / f"{stamp}.{os.getpid()}"
         code = folder / f"{stamp}.cc"  # stays: what is misaligned is reported by its lines
         fresh.write_text(text, encoding="utf-8")
         fresh.replace(code)
-        made, half = f"{fresh}.so", f"{fresh}.o"
+        whole, half = f"{fresh}.so", f"{fresh}.o"
         _compiler(*FLAGS, f"-I{FOLDER}", "-c", str(code), "-o", half)
-        _compiler("-shared", half, "-o", made)  # apart: else it wants the checks' own library
+        _compiler("-shared", half, "-o", whole)  # apart: else it wants the checks' own library
         Path(half).unlink()
-        Path(made).replace(library)
-    return ctypes.CDLL(str(library)).run
+        Path(whole).replace(made)
+    return made
 
 
 def _compiler(*arguments: str) -> None:

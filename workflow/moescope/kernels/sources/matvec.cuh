@@ -368,8 +368,8 @@ FN void whole16(const u8* stage, int step, int count, GivenOf given, SumOf sum_o
     }
   }
 }
-// Eight activations as such multiples, and as bytes: most: the greatest of their group. Not a number, or
-// infinite: the unit is no number.
+// Eight activations as such multiples, and as bytes: most: the greatest of their group. If that is infinite the unit
+// is no number; what is no number reaches the result by the group's sum.
 FN float whole_unit(float most) {
   const u32 e = as_bits(most) >> 23;
   return e == 255u ? as_float(0x7fc00000u) : as_float((max(e, 23u) - 21u) << 23);
