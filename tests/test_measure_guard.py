@@ -1,6 +1,7 @@
 """The quiet host: who uses the cores, when a run may start, what is rejected, the lock."""
 
 import dataclasses
+import fcntl
 import os
 import subprocess
 import sys
@@ -410,6 +411,30 @@ def test_the_lock_names_its_holder_and_dies_with_it(folder):
         other.communicate()
 
 
+def test_what_is_not_timed_shares_the_lock_with_its_like_alone(folder):
+    one, two = (HostLock("host", f"parity {name}", shared=True) for name in "ab")
+    alone = HostLock("host", "measure c")
+    one.acquire(0, print)
+    other = python(HOLD.replace('"measure other"', '"parity other", shared=True'))
+    try:
+        assert other.stdout.readline() == "held\n"
+        two.acquire(0, print)
+        two.release()
+        one.release()
+        with pytest.raises(UserError, match="another measurement is running"):
+            alone.acquire(0.3, print)
+    finally:
+        other.kill()
+        other.communicate()
+    alone.acquire(2, print)
+    try:
+        beside = python(HOLD.replace('"measure other"', '"parity other", shared=True'))
+        assert beside.communicate(timeout=20)[0] == ""
+        assert beside.returncode != 0
+    finally:
+        alone.release()
+
+
 def test_a_descendant_and_the_holder_itself_are_let_through(folder):
     lock = HostLock("host", "outer")
     lock.acquire(0, print)
@@ -454,13 +479,16 @@ def test_locks_are_taken_in_order_and_given_back(folder, monkeypatch):
     with guards.locked("measure x", "cuda", 1, print) as taken:
         assert taken["locks"] == ["host", "gpu"]
         with pytest.raises(BlockingIOError):
-            _flock(folder / "moescope-gpu-GPU-1.lock")
+            _flock(folder / "moescope-gpu-GPU-1.lock", fcntl.LOCK_SH)
+    with guards.locked("parity x", "cuda", 1, print, shared=True):
+        for name in ("host", "gpu-GPU-1"):
+            _flock(folder / f"moescope-{name}.lock", fcntl.LOCK_SH)
+            with pytest.raises(BlockingIOError):
+                _flock(folder / f"moescope-{name}.lock")
     _flock(folder / "moescope-gpu-GPU-1.lock")
     _flock(folder / "moescope-host.lock")
 
 
-def _flock(path):
-    import fcntl
-
+def _flock(path, kind=fcntl.LOCK_EX):
     with open(path) as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)

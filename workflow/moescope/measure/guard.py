@@ -264,11 +264,16 @@ def _told(sample: Sample) -> str:
 
 @contextmanager
 def locked(
-    what: str, backend: str, limit_s: float, say: Callable[[str], None]
+    what: str,
+    backend: str,
+    limit_s: float,
+    say: Callable[[str], None],
+    shared: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Hold the host's lock and, on CUDA, that of the GPU in use; yields what taking them cost.
 
-    limit_s bounds the wait for each. Raises UserError when it is over.
+    limit_s bounds the wait for each. shared: beside others for whom time means nothing either.
+    Raises UserError when the time is over.
     """
     names = ["host"]
     if backend == "cuda":
@@ -278,7 +283,7 @@ def locked(
     with ExitStack() as stack:
         waited = 0.0
         for name in names:
-            lock = HostLock(name, what)
+            lock = HostLock(name, what, shared)
             waited += lock.acquire(limit_s, say)["waited_s"]
             stack.callback(lock.release)
         yield {"locks": [name.split("-")[0] for name in names], "waited_s": round(waited, 3)}

@@ -30,12 +30,13 @@ class HostLock:
     """flock on a file in ``lock_folder``; nobody needs to clean up after a crash.
 
     The file says who holds it, for the others' messages. A process whose ancestor (or itself)
-    holds the lock is let through: it is part of the same measurement.
+    holds the lock is let through: it is part of the same measurement. shared: held beside others
+    that share it, of which the file names one; nobody holds it alone meanwhile.
     """
 
-    def __init__(self, name: str, what: str):
+    def __init__(self, name: str, what: str, shared: bool = False):
         self.path = lock_folder() / f"moescope-{re.sub(r'[^A-Za-z0-9.-]+', '-', name)}.lock"
-        self.what = what
+        self.what, self.shared = what, shared
         self._handle: int | None = None
 
     def acquire(self, limit_s: float, say: Callable[[str], None]) -> dict[str, Any]:
@@ -47,7 +48,7 @@ class HostLock:
         begin = time.monotonic()
         told = False
         try:
-            while not _try(handle):
+            while not _try(handle, self.shared):
                 holder = _holder(handle)
                 if _is_ours(holder):
                     os.close(handle)
@@ -74,7 +75,8 @@ class HostLock:
     def release(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
-            os.ftruncate(handle, 0)
+            if not self.shared:
+                os.ftruncate(handle, 0)
             os.close(handle)
 
     def _open(self) -> int:
@@ -91,9 +93,9 @@ class HostLock:
         raise UserError("the lock file comes and goes; is something cleaning up?", str(self.path))
 
 
-def _try(handle: int) -> bool:
+def _try(handle: int, shared: bool) -> bool:
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -45,7 +45,7 @@ def run(task: Task) -> None:
     scratch = task.work / "tmp"
     scratch.mkdir(parents=True, exist_ok=True)
     with (
-        guards.locked(f"parity {task.subject}", backend, LOCK_LIMIT_S, task.say),
+        guards.locked(f"parity {task.subject}", backend, LOCK_LIMIT_S, task.say, shared=True),
         tempfile.TemporaryDirectory(dir=scratch, prefix="parity.") as folder,
     ):
         seen, gone = _decode(bench, task, reference, Path(folder))
