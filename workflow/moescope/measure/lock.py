@@ -69,7 +69,8 @@ class HostLock:
             raise
         self._handle = handle
         os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(_identity() | {"what": self.what}).encode(), 0)
+        said = _identity() | {"what": self.what, "shared": self.shared}
+        os.pwrite(handle, json.dumps(said).encode(), 0)
         return {"waited_s": round(time.monotonic() - begin, 3), "nested": False}
 
     def release(self) -> None:
@@ -120,7 +121,7 @@ def _holder(handle: int) -> dict[str, Any]:
 def _is_ours(holder: dict[str, Any]) -> bool:
     import psutil
 
-    if "pid" not in holder:
+    if "pid" not in holder or holder.get("shared"):  # who is named may have gone, others not
         return False
     process = psutil.Process()
     return any(
