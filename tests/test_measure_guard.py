@@ -426,13 +426,14 @@ def test_what_is_not_timed_shares_the_lock_with_its_like_alone(folder):
     finally:
         other.kill()
         other.communicate()
-    alone.acquire(2, print)
+    other = python(HOLD)
     try:
-        beside = python(HOLD.replace('"measure other"', '"parity other", shared=True'))
-        assert beside.communicate(timeout=20)[0] == ""
-        assert beside.returncode != 0
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match="measure other"):
+            one.acquire(0.3, print)
     finally:
-        alone.release()
+        other.kill()
+        other.communicate()
 
 
 def test_a_descendant_and_the_holder_itself_are_let_through(folder):
