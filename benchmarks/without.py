@@ -21,7 +21,7 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "operand": ((r"(?<=for \(int o = early); (?=o < )", " + (1 << 20); "),),
-    "weights": ((r"\b(Routed|DownRouted)::fetch<\w+>\([^;]*;", ";"),),
+    "weights": ((r"\b(Routed|DownRouted)::fetch(_weights|_scales)?<\w+>\([^;]*;", ";"),),
     "first": (
         (r"(?<=if \(routed\) )rows16<A_ROWS[^;]*;", _TOUCH),
         (r"\bwhole16<A_ROWS[^;]*;", _TOUCH),

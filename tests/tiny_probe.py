@@ -359,13 +359,9 @@ def probe(package, path):
     switches = [block.switch.module for block in sites.blocks]
     routers = [part.module for block in sites.blocks for part in block.router]
     own = [block.module for block in sites.blocks]
-    choosing = [
-        block.router[0].module if block.routing == "module" else block.module
-        for block in sites.blocks
-    ]
     found["inputs_stay"] |= {
         "skip_experts": model.inputs_stay(["skip_experts"], switches),
-        "skip_router": model.inputs_stay(["skip_router"], choosing),
+        "skip_router": model.inputs_stay(["skip_router"], interventions._routers(state, sites)),
         "skip_moe": model.inputs_stay(["skip_moe"], own),
     }
     with poisoned(switches):

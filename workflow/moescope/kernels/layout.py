@@ -240,17 +240,17 @@ def first_static(spec: Spec, warps: int) -> int:
 
 def down_static(spec: Spec, plan: Cut) -> int:
     """Bytes of shared memory of the second half beside rings and operand, roughly from above."""
-    return parts_bytes(spec, plan, 1) + 2048
+    return 128 * part_sums(spec, plan, 1) + 2048
 
 
-def parts_bytes(spec: Spec, plan: Cut, sets: int) -> int:
-    """Bytes of the second half's sums (down_sum.body: parts); a joint part may have two."""
-    return 128 * sets * (2 * plan.joint or down_warps(spec, plan))
+def part_sums(spec: Spec, plan: Cut, sets: int) -> int:
+    """Sums of sixteen rows that a block keeps (down_sum.body); a joint part may have two."""
+    return sets * (2 * plan.joint or down_warps(spec, plan))
 
 
 def block_static(spec: Spec, plan: Cut, warps: int, sets: int) -> int:
     """Bytes of shared memory of both halves in one launch beside rings and operand."""
-    return first_static(spec, warps) + parts_bytes(spec, plan, sets)
+    return first_static(spec, warps) + 128 * part_sums(spec, plan, sets)
 
 
 def tiles(spec: Spec) -> tuple[int, int]:
