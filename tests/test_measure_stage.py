@@ -119,12 +119,15 @@ def test_slow_and_drifting_arms_show(tmp_path):
         stages.arm("slow", "candidate", ["slow"], token_s="0.004"),
         stages.arm("drift", "candidate", token_s="0.004", drift="0.5"),
     )
+    begin = time.monotonic()
     _, rows = measure(tmp_path, arms)
-    times = {name: [r["decode_s"] for r in rows if r["arm"] == name] for name in ("ref", "slow")}
-    assert all(slow > 1.5 * ref for slow, ref in zip(times["slow"], times["ref"], strict=True))
-    drift = [row["decode_s"] for row in rows if row["arm"] == "drift"]
-    assert drift == sorted(drift)
-    assert drift[-1] > 1.5 * drift[0]
+    took = time.monotonic() - begin
+    # A busy host lengthens any of them and shortens none: what each takes at least is exact.
+    passes = {"ref": [1, 1, 1, 1], "slow": [2, 2, 2, 2], "drift": [1.5, 2, 2.5, 3]}
+    for name, least in passes.items():
+        times = [row["decode_s"] for row in rows if row["arm"] == name]
+        assert all(has >= 5 * 0.004 * each for has, each in zip(times, least, strict=True))
+    assert sum(row["decode_s"] for row in rows) < took
 
 
 def test_changed_tokens_are_flagged(tmp_path):
