@@ -54,6 +54,20 @@ def test_a_result_is_written_with_what_it_depends_on(stage, tmp_path):
     assert not list((tmp_path / "work/tmp").iterdir())
 
 
+def test_what_a_killed_process_left_of_the_job_goes(stage, tmp_path):
+    stage.run = whole
+    job = toy()
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    name = f"{job.stage}.{job.subject}.{job.key}"
+    left, used = (tmp_path / f"work/tmp/{name}.{pid}" for pid in (ended.pid, os.getppid()))
+    for folder in (left, used):
+        folder.mkdir(parents=True)
+        (folder / "a.json").touch()
+    run.run_job(job, tmp_path)
+    assert not left.exists() and used.exists()
+
+
 def test_a_stage_that_fails_leaves_nothing(stage, tmp_path):
     def broken(task):
         write_json(task.out / "a.json", {})

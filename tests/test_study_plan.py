@@ -347,6 +347,34 @@ def test_a_run_holds_its_folder_until_it_ends(clone):
     hold(clone).release()
 
 
+def test_a_run_that_was_killed_leaves_no_lock(clone):
+    """Snakemake's own lock outlives a kill; the folder's dies with its process."""
+    main = clone / "workflow/moescope/__main__.py"
+    text = main.read_text()
+    main.write_text(
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "import psutil\n"
+        "with Path('work/seen').open('a') as file:\n"
+        "    file.write('x')\n"
+        "for parent in psutil.Process().parents():\n"
+        "    if parent.cmdline()[1:3] == ['-m', 'snakemake']:\n"
+        "        os.kill(parent.pid, signal.SIGKILL)\n"
+        "raise SystemExit(1)\n"
+    )
+    seen = clone / "work/seen"
+    seen.unlink(missing_ok=True)
+    try:
+        for times in (1, 2):
+            subprocess.run(
+                [sys.executable, "-m", "snakemake", "--config", "study={'title': 'another'}"],
+                cwd=clone, capture_output=True, text=True, timeout=120,
+            )  # fmt: skip
+            assert seen.read_text() == "x" * times
+    finally:
+        main.write_text(text)
+
+
 def test_a_bad_study_ends_before_any_job(clone):
     result = dry_run(clone, "--config", "rounds={'count': 1}")
     assert result.returncode != 0

@@ -55,6 +55,22 @@ def test_digits_that_yaml_reads_as_a_number_need_quotes(config, root):
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("arms", {}, "has no entry; give 1 or more"),
+        ("checkpoints", {}, "has no entry; give 1 or more"),
+        ("runtimes", {}, "has no entry; give 1 or more"),
+        ("crossover", {"over": "experts", "arms": []}, "has no entry; give 1 or more"),
+        ("crossover", {"over": "experts", "checkpoints": ["a"]}, "has 1 entry; give 2 or more"),
+    ],
+)
+def test_what_is_too_short_says_how_much_is_asked(config, root, key, value, said):
+    config[key] = value
+    part = f".{list(value)[-1]}" if value else ""
+    assert f"config.yaml: {key}{part}: {said}" in complaint(config, root).splitlines()
+
+
+@pytest.mark.parametrize(
     ("path", "key"),
     [((), "shap"), (("shape",), "promt"), (("arms", "lm"), "rolle"), (("guard",), "idle")],
 )

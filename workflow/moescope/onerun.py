@@ -1,5 +1,5 @@
-"""One run at a time in a folder. Snakemake locks files too, but when any of its processes ends, a
-tool beside the run among them, it takes away everyone's locks."""
+"""One run at a time in a folder. Snakemake's own locks are off: they outlive a run that was killed,
+and when any of its processes ends, a tool beside the run among them, it takes away everyone's."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,6 +1,7 @@
 """Running one job: a stage gets its task, and its result appears as a whole or not at all."""
 
 import errno
+import glob
 import importlib
 import os
 import resource
@@ -37,7 +38,9 @@ def run_job(job: Job, root: Path, run: Callable[[Task], None] | None = None) -> 
             )
         upstream[name] = path
     work = root / "work"
-    out = work / "tmp" / f"{job.stage}.{job.subject}.{job.key}.{os.getpid()}"
+    name = f"{job.stage}.{job.subject}.{job.key}"
+    _clear(work / "tmp", name)
+    out = work / "tmp" / f"{name}.{os.getpid()}"
     out.mkdir(parents=True)
     started = time.monotonic()
     try:
@@ -59,6 +62,16 @@ def run_job(job: Job, root: Path, run: Callable[[Task], None] | None = None) -> 
         _publish(job, out, root / job.folder)
     finally:
         shutil.rmtree(out, ignore_errors=True)
+
+
+def _clear(tmp: Path, name: str) -> None:
+    """Remove what killed processes left of a job."""
+    import psutil
+
+    for path in tmp.glob(f"{glob.escape(name)}.*"):
+        pid = path.name.rpartition(".")[2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _publish(job: Job, out: Path, target: Path) -> None:

@@ -145,6 +145,10 @@ def _line(item: dict[str, Any], where: str) -> str:
             ", or the path of a file" if path[:1] == ["checkpoints"] and len(path) == 2 else ""
         )
         return f"{where}: {key}: {stands} is not allowed; it must be {SHAPES[kind]}{or_file}"
+    if kind == "too_short":
+        has, least = item["ctx"]["actual_length"], item["ctx"]["min_length"]
+        entries = f"{has or 'no'} {'entries' if has > 1 else 'entry'}"
+        return f"{where}: {key}: has {entries}; give {least} or more"
     if kind == "finite_number":
         return f"{where}: {key}: {stands} is not allowed; it must be a finite number"
     if kind == "literal_error":
