@@ -247,8 +247,9 @@ def test_the_first_gate_waits_for_the_idle_time_later_ones_do_not(probe):
         assert not first.waited_out
         assert first.waited_s >= 0.05
         with guard.watch("r00-a") as watch:
-            time.sleep(0.1)
-        assert guard.gate("r00-b").waited_s < 0.04
+            time.sleep(0.3)
+        # The shortest: a host that stands still for a moment lengthens one.
+        assert min(guard.gate(f"r00-{run}").waited_s for run in "bcd") < 0.04
     assert watch.why is None
     assert watch.samples >= 3
     assert watch.busy_fraction == 0
@@ -256,10 +257,10 @@ def test_the_first_gate_waits_for_the_idle_time_later_ones_do_not(probe):
 
 def test_the_gate_waits_while_the_host_is_busy(probe):
     probe.busy = True
-    with Guard(SETTINGS, [probe]) as guard:
+    with Guard(SETTINGS | {"max_wait_s": 10}, [probe]) as guard:
         threading.Timer(0.25, lambda: setattr(probe, "busy", False)).start()
         gate = guard.gate("r00-a")
-        assert 0.2 < gate.waited_s < 0.55
+        assert gate.waited_s > 0.2
         assert not gate.waited_out
     (line,) = [line for line in guard.lines if line["event"] == "gate"]
     assert line["why"].keys() == {"foreign CPU use"}
@@ -275,10 +276,10 @@ def test_a_compiler_is_waited_for_though_it_only_shows_at_a_close_look(probe):
         return dataclasses.replace(found, why=why)
 
     probe.read = read
-    with Guard(SETTINGS, [probe]) as guard:
+    with Guard(SETTINGS | {"max_wait_s": 10}, [probe]) as guard:
         threading.Timer(0.3, lambda: setattr(probe, "compiling", False)).start()
         gate = guard.gate("r00-a")
-    assert 0.3 < gate.waited_s < 0.6
+    assert gate.waited_s > 0.29
     assert not gate.waited_out
 
 
@@ -288,7 +289,7 @@ def test_a_wait_in_vain_is_said_and_not_repeated_at_length(probe):
     with Guard(SETTINGS, [probe], said.append) as guard:
         first, second = guard.gate("r00-a"), guard.gate("r00-b")
         assert first.waited_out and first.waited_s >= 0.6
-        assert second.waited_out and second.waited_s < 0.3
+        assert second.waited_out and second.waited_s < first.waited_s
         probe.busy = False
         assert not guard.gate("r00-c").waited_out
         probe.busy = True
@@ -300,11 +301,12 @@ def test_a_wait_in_vain_is_said_and_not_repeated_at_length(probe):
 def test_a_run_is_rejected_by_the_share_of_its_time(probe):
     with Guard(SETTINGS, [probe]) as guard:
         with guard.watch("r00-a") as short:
-            time.sleep(0.2)
-            probe.busy = True
-            time.sleep(0.03)
+            time.sleep(0.5)
+            probe.busy, seen = True, probe.reads
+            while probe.reads < seen + 2:
+                time.sleep(0.005)
             probe.busy = False
-            time.sleep(0.2)
+            time.sleep(0.5)
         with guard.watch("r00-b", 2) as long:
             time.sleep(0.1)
             probe.busy = True
