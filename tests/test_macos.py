@@ -164,8 +164,8 @@ def test_commands_that_fail_hang_or_are_missing(tmp_path, monkeypatch):
     assert macos.ask("printf", r"1 1 0:00.01 \377x\n") == "1 1 0:00.01 \ufffdx\n"
     monkeypatch.setattr(macos, "LIMIT_S", 0.2)
     begin = time.monotonic()
-    assert macos.ask("sleep", "9") == ""
-    assert time.monotonic() - begin < 3
+    assert macos.ask("sleep", "60") == ""
+    assert time.monotonic() - begin < 50
 
 
 # The host's facts.
