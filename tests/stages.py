@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,26 @@ def arm(name: str, role: str, patches: list[str] | None = None, **env: Any) -> d
         "env": {f"FAKE_{key.upper()}": str(value) for key, value in env.items()},
         "patches": patches or [],
     }
+
+
+def last_pass(marks: Path) -> str:
+    """The pass that a fake worker marked last; "" before the first, also while it is written."""
+    return (marks.read_text().split() or [""])[-1] if marks.exists() else ""
+
+
+def gone(pid: int, limit_s: float = 30) -> bool:
+    """Whether a process has ended (a zombie has)."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+            state = Path(f"/proc/{pid}/stat")
+            if state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 ARMS = (

@@ -15,6 +15,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+import stages
 import toy_runtime as toy
 from moescope.errors import UserError
 from moescope.runtimes import binary, command, expression, output, process, spec
@@ -388,9 +389,7 @@ def test_processes_end_with_their_children_and_say_their_memory():
     script = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid)"
     ended = process.run([sys.executable, "-c", script], os.environ, 20)
     assert ended.good and ended.peak_memory > 1 << 20
-    time.sleep(0.05)
-    state = Path(f"/proc/{int(ended.stdout)}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    assert stages.gone(int(ended.stdout))
     assert process.run(["/no/such/tool"], {}, 1).status is None
     assert process.run([sys.executable, "-c", "import os; os.abort()"], {}, 20).status == 134
 

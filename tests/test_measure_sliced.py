@@ -214,7 +214,7 @@ class Disturbed:
     def read(self, own, thorough):
         from moescope.measure.cpu import CpuReading
 
-        busy = self.marks.exists() and self.marks.read_text().split()[-1] in self.passes
+        busy = stages.last_pass(self.marks) in self.passes
         return CpuReading(0.02, 2.0 * busy, 0.0, "foreign CPU use" if busy else None, "x" * busy)
 
     def settle(self, own):

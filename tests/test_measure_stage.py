@@ -141,7 +141,7 @@ def test_changed_tokens_are_flagged(tmp_path):
 def test_a_disturbed_run_is_rejected_and_tried_again(tmp_path, monkeypatch):
     marks = tmp_path / "marks"
     # The process's pass 3 (the third round's first attempt) runs beside something else.
-    script(monkeypatch, lambda: marks.exists() and marks.read_text().split()[-1] == "3")
+    script(monkeypatch, lambda: stages.last_pass(marks) == "3")
     arms = (
         stages.arm("ref", "reference", mark=str(marks), token_s="0.02"),
         stages.arm("again", "null", token_s="0.02"),
@@ -171,7 +171,7 @@ def test_a_host_that_never_becomes_quiet_ends_the_stage(tmp_path, monkeypatch):
 def test_a_round_may_break_while_three_are_left(tmp_path, monkeypatch):
     marks = tmp_path / "marks"
     busy = ("2", "3", "4")  # all three attempts of round 1
-    script(monkeypatch, lambda: marks.exists() and marks.read_text().split()[-1] in busy)
+    script(monkeypatch, lambda: stages.last_pass(marks) in busy)
     arms = (
         stages.arm("ref", "reference", mark=str(marks), token_s="0.01"),
         stages.arm("again", "null", mark=str(marks) + "2", token_s="0.01"),

@@ -7,10 +7,10 @@ import select
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
+import stages
 from moescope.worker.__main__ import _unexpected
 from tiny import ROOT, arm_python
 
@@ -161,21 +161,10 @@ def test_it_dies_with_its_parent():
     os.kill(child, 0)
     os.kill(parent.pid, signal.SIGKILL)
     parent.communicate(timeout=10)
-    deadline = time.monotonic() + 5
     try:
-        while _alive(child) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not _alive(child)
+        assert stages.gone(child)
     finally:
         os.close(writer)
-
-
-def _alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize(
