@@ -6,8 +6,13 @@ from pathlib import Path
 
 import jinja2
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# A host may stand still for seconds; what an example takes says nothing of the code.
+settings.register_profile("still", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("still")
 
 
 def pytest_configure(config):

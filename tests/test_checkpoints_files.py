@@ -232,7 +232,7 @@ def test_quantised_rows_mean_the_same_to_mlx(mode, bits, group_size, limit):
 
 
 @given(st.sampled_from([2, 3, 4, 5, 6, 8]), st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_packing_keeps_every_bit(bits, data):
     values = data.draw(st.lists(st.integers(0, (1 << bits) - 1), min_size=32, max_size=32))
     packed = codes.pack(np.array([values], np.uint8), bits)

@@ -439,7 +439,7 @@ SIZES = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.fixed_dictionaries(SIZES), st.data())
 def test_accounting(sizes, data):
     """All bytes have a group; experts by top_k / experts, tables by one row, the head once."""

@@ -102,7 +102,7 @@ def null_spread(seed, slices, rounds=5, tokens=128):
     return max(ratios) - min(ratios)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.integers(0, 10_000))
 def test_the_null_arms_spread_is_several_times_smaller(seed):
     seeds = range(seed, seed + 25)

@@ -90,7 +90,7 @@ def graphs(draw):
     return Graph(nodes, maker), asked
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(graphs(), st.integers(1, 25))
 def test_every_needed_node_runs_once_after_what_it_needs(case, width):
     graph, asked = case

@@ -142,7 +142,7 @@ SIMPLE = {
 }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(sorted(SIMPLE)), st.integers(0, 2)), min_size=1))
 def test_the_table_is_never_wrong_where_it_is_sure(choices):
     terms = ("router", "expert_gather", "attention")
