@@ -7,6 +7,7 @@ worker; it needs the standard library only (and numpy for ``forced``).
 import hashlib
 import json
 import os
+import select
 import shutil
 import signal
 import sys
@@ -28,6 +29,23 @@ def setting(name: str, default: str = "") -> str:
     return os.environ.get(f"FAKE_{name}", default)
 
 
+def until(there, limit_s: float = 60) -> None:
+    """Wait for others."""
+    deadline = time.monotonic() + limit_s
+    while not there():
+        if select.select([sys.stdin], [], [], 0.01)[0]:
+            sys.exit()  # nothing is asked meanwhile: the controller has gone
+        if time.monotonic() > deadline:
+            raise Refused("failed", "nobody came")
+
+
+def meet(place: str) -> None:
+    """Go on when as many processes are there as ``place`` ("folder:number") says."""
+    folder, _, number = place.rpartition(":")
+    (Path(folder) / str(os.getpid())).touch()
+    until(lambda: len(list(Path(folder).iterdir())) >= int(number))
+
+
 class Refused(Exception):
     def __init__(self, kind: str, message: str):
         super().__init__(message)
@@ -45,7 +63,8 @@ class Fake:
         if kind := setting("REFUSE_LOAD"):
             raise Refused(kind, f"{package} does not load it")
         self.path = path
-        time.sleep(float(setting("LOAD_S", "0")))
+        if meeting := setting("MEET_LOADING"):
+            meet(meeting)
         return {
             "seconds": 0.01,
             "import_s": 0.01,
@@ -89,20 +108,22 @@ class Fake:
         refuse = setting("REFUSE_AT")
         if refuse and run == int(refuse):
             raise Refused("failed", "a library gave up in /home/ada/lib/model.py")
-        if run == 0:
-            time.sleep(float(setting("FIRST_S", "0")))
-        marker = setting("MARK")
-        if marker:
-            with open(marker, "a") as file:
-                file.write(f"{setting('ARM')} {run}\n")
+        if (meeting := setting("MEET")) and run == 0:
+            meet(meeting)
+        if run == int(setting("HOLD_AT", "-1")):
+            until(Path(setting("HOLD")).exists)
         return run
 
     def step(self, run, patches):
         each = float(setting("TOKEN_S", "0.002")) * (2 if "slow" in patches else 1)
         each *= 1 + float(setting("DRIFT", "0")) * run
-        if flip := float(setting("FLIP_S", "0")):
-            # The host's speed, the same for all processes at a moment.
-            each *= 1 + (hashlib.sha256(str(time.time() // flip).encode()).digest()[0] & 1)
+        if clock := setting("CLOCK"):
+            # A host of its own: a clock that only decoding moves, and a speed that flips with it.
+            now = float(Path(clock).read_text())
+            flip = now // float(setting("FLIP_S"))
+            each *= 1 + (hashlib.sha256(str(flip).encode()).digest()[0] & 1)
+            Path(clock).write_text(str(now + each))
+            return each
         begin = time.perf_counter()
         while time.perf_counter() < begin + each:
             time.sleep(each / 4)

@@ -16,6 +16,8 @@ from typing import Any
 import fake_worker
 from moescope.checkpoints import materialise
 from moescope.files import write_json
+from moescope.measure import guard
+from moescope.measure.cpu import CpuProbe, CpuReading
 from moescope.runtimes import environments
 from moescope.runtimes.client import Worker
 from moescope.runtimes.environments import Interpreter
@@ -45,9 +47,34 @@ def arm(name: str, role: str, patches: list[str] | None = None, **env: Any) -> d
     }
 
 
-def last_pass(marks: Path) -> str:
-    """The pass that a fake worker marked last; "" before the first, also while it is written."""
-    return (marks.read_text().split() or [""])[-1] if marks.exists() else ""
+class Disturbed:
+    """The only probe from now on: it disturbs some runs, from their first moment on and until
+    the next begins.
+
+    busy: what is watched, by name. A part of a run would be a matter of the host's speed.
+    """
+
+    name = "cpu"
+
+    def __init__(self, monkeypatch: Any, *busy: str):
+        watch = guard.Guard.watch
+
+        def watched(this: Any, run: str, attempt: int = 1) -> Any:
+            self.now = run in busy
+            return watch(this, run, attempt)
+
+        self.now = False
+        monkeypatch.setattr(guard.Guard, "watch", watched)
+        monkeypatch.setattr(guard, "probes", lambda *_: [self])
+
+    def read(self, own: set[int], thorough: bool) -> CpuReading:
+        why, who = ("foreign CPU use", "x") if self.now else (None, "")
+        return CpuReading(0.02, 2.0 * self.now, 0.0, why, who)
+
+    def settle(self, own: set[int]) -> None:
+        pass
+
+    summary = staticmethod(CpuProbe.summary)
 
 
 def gone(pid: int, limit_s: float = 30) -> bool:

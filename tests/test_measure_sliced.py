@@ -115,11 +115,12 @@ def test_the_null_arms_spread_is_several_times_smaller(seed):
 # The stage.
 
 
-@pytest.mark.alone
 def test_on_a_host_that_flips_its_speed_slices_narrow_the_null_arm(tmp_path):
-    """The schedule's simulation again, through processes: twice as slow at random, for 0.15 s."""
+    """The schedule's simulation again, through processes: twice as slow at random, for 0.15 s of
+    a clock that all share and only their decoding moves."""
+    clock = tmp_path / "clock"
     arms = [
-        stages.arm(name, role, token_s="0.002", flip_s="0.15", n=name)
+        stages.arm(name, role, token_s="0.002", flip_s="0.15", clock=clock, n=name)
         for name, role in (("ref", "reference"), ("again", "null"), ("x", "candidate"))
     ]
     spread = {}
@@ -127,6 +128,7 @@ def test_on_a_host_that_flips_its_speed_slices_narrow_the_null_arm(tmp_path):
         params = stages.measure_params(arms, 6, enabled=False)
         params["shape"] = {"prompt": 16, "generate": 61}
         params["rounds"] |= {"slices": slices} if slices > 1 else {}
+        clock.write_text("0")
         task = stages.make(tmp_path / str(slices), "measure", "tiny", params)
         stage.run(task)
         rows = read_runs(task.out / "runs.jsonl")
@@ -134,8 +136,8 @@ def test_on_a_host_that_flips_its_speed_slices_narrow_the_null_arm(tmp_path):
         rate = {(r["arm"], r["round"]): r["forwards"] / r["decode_s"] for r in rows}
         ratios = [rate["again", n] / rate["ref", n] for n in range(6)]
         spread[slices] = max(ratios) - min(ratios)
-    # Three to twelve times is usual; less where the flips happen to suit whole runs.
-    assert spread[1] > 1.5 * spread[12], spread
+    # Ten times, and the same at each run: the host is played.
+    assert spread[1] > 5 * spread[12], spread
 
 
 def test_a_sliced_round_is_watched_as_one_and_its_runs_say_so(tmp_path):
@@ -181,7 +183,7 @@ def test_the_processes_end_at_the_same_time(tmp_path, monkeypatch):
 
     def close(self, patient=True):
         if patient:  # not one that is given up
-            together.wait(10)  # raises if the others are not being ended meanwhile
+            together.wait(60)  # raises if the others are not being ended meanwhile
         end(self, patient)
 
     monkeypatch.setattr(Worker, "close", close)
@@ -203,39 +205,9 @@ def test_whole_runs_say_nothing_of_slices(tmp_path):
     assert all(row["forwards"] == 5 for row in rows)
 
 
-class Disturbed:
-    """A probe that disturbs while the mark of a process says a certain pass."""
-
-    name = "cpu"
-
-    def __init__(self, marks, passes):
-        self.marks, self.passes = marks, passes
-
-    def read(self, own, thorough):
-        from moescope.measure.cpu import CpuReading
-
-        busy = stages.last_pass(self.marks) in self.passes
-        return CpuReading(0.02, 2.0 * busy, 0.0, "foreign CPU use" if busy else None, "x" * busy)
-
-    def settle(self, own):
-        pass
-
-    def summary(self, readings):
-        return {"peak_foreign_cpu": max((r.foreign_cpu for r in readings), default=0.0)}
-
-
-def disturbed(tmp_path, monkeypatch, passes, **more):
-    marks = tmp_path / "marks"
-    monkeypatch.setattr(guards, "probes", lambda *_: [Disturbed(marks, passes)])
-    arms = (
-        stages.arm("ref", "reference", mark=str(marks), token_s="0.01"),
-        stages.arm("again", "null", token_s="0.01"),
-    )
-    return measure(tmp_path, arms, max_wait_s=0.2, **more)
-
-
 def test_a_disturbed_round_is_done_again_by_all_its_arms(tmp_path, monkeypatch):
-    _, rows = disturbed(tmp_path, monkeypatch, ("2",))
+    stages.Disturbed(monkeypatch, "r01")
+    _, rows = measure(tmp_path, stages.ARMS[:2], max_wait_s=0.2)
     again = [row for row in rows if row["round"] == 1]
     assert [(row["id"], row["valid"]) for row in again] == [
         ("r01-again", False), ("r01-ref", False), ("r01-again-try2", True), ("r01-ref-try2", True),
@@ -245,7 +217,8 @@ def test_a_disturbed_round_is_done_again_by_all_its_arms(tmp_path, monkeypatch):
 
 
 def test_a_round_that_stays_disturbed_is_broken_for_all(tmp_path, monkeypatch):
-    _, rows = disturbed(tmp_path, monkeypatch, ("2", "3", "4"))
+    stages.Disturbed(monkeypatch, "r01", "r01-try2", "r01-try3")
+    _, rows = measure(tmp_path, stages.ARMS[:2], max_wait_s=0.2)
     assert [row["round"] for row in rows if row["valid"]] == [0, 0, 2, 2, 3, 3]
     assert Counter(row["attempt"] for row in rows if row["round"] == 1) == {1: 2, 2: 2, 3: 2}
 
@@ -276,25 +249,23 @@ def test_a_sliced_pass_that_times_another_number_is_void():
     assert void({k: v for k, v in result.items() if k != "slices"}, shape) is not None
 
 
-@pytest.mark.alone
 def test_on_cuda_the_arms_warm_up_at_the_same_time(tmp_path, monkeypatch):
-    """Five processes whose first pass takes long: together it takes about as long as one."""
-    import time
-
+    """The first compiles for the others; these wait for each other in their first pass."""
     from moescope.measure import arms as module
     from moescope.measure import host
     from moescope.measure.journal import Journal
 
     monkeypatch.setattr(host, "device_memory", lambda _: None)
+    (tmp_path / "met").mkdir()
+    meet = {"meet": f"{tmp_path / 'met'}:4"}
     params = stages.measure_params(
-        [stages.arm(f"a{i}", "candidate", first_s="0.6", load_s="0.3", n=i) for i in range(5)]
+        [stages.arm(f"a{i}", "candidate", n=i, **(meet if i else {})) for i in range(5)]
     )
     params["machine"] = {"name": "test", "backend": "cuda"}
     task = stages.make(tmp_path, "measure", "tiny", params)
     bench = benches.open_bench(task, ["vlm"], 16)
     with guards.Guard(stages.GUARD, []) as guard:
         journal = Journal(tmp_path / "journal", {})
-        begin = time.monotonic()
         asked, ask_all = [], benches.ask_all
 
         def watched(workers, *rest):
@@ -303,6 +274,6 @@ def test_on_cuda_the_arms_warm_up_at_the_same_time(tmp_path, monkeypatch):
 
         monkeypatch.setattr(benches, "ask_all", watched)
         with module.Arms(task, bench, guard, journal).started():
-            together = time.monotonic() - begin
-    assert asked == [["a0"], ["a1", "a2", "a3", "a4"]], "the first compiles for the others"
-    assert together < 3.0  # one after the other: 5 x 0.9 s
+            pass
+    assert asked == [["a0"], ["a1", "a2", "a3", "a4"]]
+    assert len(list((tmp_path / "met").iterdir())) == 4

@@ -139,16 +139,10 @@ def test_changed_tokens_are_flagged(tmp_path):
 
 
 def test_a_disturbed_run_is_rejected_and_tried_again(tmp_path, monkeypatch):
-    marks = tmp_path / "marks"
-    # The process's pass 3 (the third round's first attempt) runs beside something else.
-    script(monkeypatch, lambda: stages.last_pass(marks) == "3")
-    arms = (
-        stages.arm("ref", "reference", mark=str(marks), token_s="0.02"),
-        stages.arm("again", "null", token_s="0.02"),
-    )
-    task, rows = measure(tmp_path, arms, max_wait_s=0.2)
+    stages.Disturbed(monkeypatch, "r02-ref")
+    task, rows = measure(tmp_path, stages.ARMS[:2], max_wait_s=0.2)
     rejected = [row for row in rows if not row["valid"]]
-    assert "r02-ref" in [row["id"] for row in rejected]
+    assert [row["id"] for row in rejected] == ["r02-ref"]
     assert all(row["why"].startswith("disturbed in") for row in rejected)
     assert "r02-ref-try2" in [row["id"] for row in rows if row["valid"]]
     assert len([row for row in rows if row["valid"]]) == 8
@@ -169,13 +163,8 @@ def test_a_host_that_never_becomes_quiet_ends_the_stage(tmp_path, monkeypatch):
 
 
 def test_a_round_may_break_while_three_are_left(tmp_path, monkeypatch):
-    marks = tmp_path / "marks"
-    busy = ("2", "3", "4")  # all three attempts of round 1
-    script(monkeypatch, lambda: stages.last_pass(marks) in busy)
-    arms = (
-        stages.arm("ref", "reference", mark=str(marks), token_s="0.01"),
-        stages.arm("again", "null", mark=str(marks) + "2", token_s="0.01"),
-    )
+    stages.Disturbed(monkeypatch, "r01-ref", "r01-ref-try2", "r01-ref-try3")
+    arms = stages.ARMS[:2]
     _, rows = measure(tmp_path, arms, max_wait_s=0.1)
     valid = Counter(row["round"] for row in rows if row["valid"] and row["arm"] == "ref")
     assert valid == {0: 1, 2: 1, 3: 1}
@@ -185,7 +174,6 @@ def test_a_round_may_break_while_three_are_left(tmp_path, monkeypatch):
         3,
     ]
     with pytest.raises(UserError, match="not quiet"):
-        marks.unlink()
         measure(tmp_path, arms, count=3, max_wait_s=0.1)
 
 
@@ -216,7 +204,9 @@ def test_no_worker_is_left(tmp_path):
 
 
 def test_killed_and_started_again_it_keeps_the_finished_rounds(tmp_path):
-    arms = (stages.arm("ref", "reference", token_s="0.03"), stages.arm("again", "null"))
+    # The first process stays in round 3, which the second has as an earlier pass of its own.
+    held = stages.arm("ref", "reference", hold_at="4", hold=str(tmp_path / "never"))
+    arms = (held, stages.arm("again", "null"))
     task = stages.make(tmp_path, "measure", "tiny", stages.measure_params(arms, count=5))
     journal = task.work / "journal" / "measure" / "k0"
     env = {
@@ -227,7 +217,7 @@ def test_killed_and_started_again_it_keeps_the_finished_rounds(tmp_path):
         [sys.executable, str(TESTS / "stages.py"), stages.describe(task)], env=env
     )
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not (journal / "round-001.json").exists():
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.01)
@@ -236,8 +226,7 @@ def test_killed_and_started_again_it_keeps_the_finished_rounds(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert len(workers) == 2
-    psutil.wait_procs(workers, timeout=5)
-    assert not any(worker.is_running() and worker.status() != "zombie" for worker in workers)
+    assert all(stages.gone(worker.pid) for worker in workers)
     kept = sorted(path.name for path in journal.glob("round-*.json"))
     assert 2 <= len(kept) < 5
     before = {name: read_json(journal / name)["runs"] for name in kept}
@@ -268,7 +257,8 @@ def test_a_journal_of_another_host_is_thrown_away(tmp_path):
 
 
 def test_two_at_once_wait_for_each_other_or_refuse(tmp_path):
-    slow = (stages.arm("ref", "reference", token_s="0.05"), stages.arm("again", "null"))
+    go = tmp_path / "go"
+    slow = (stages.arm("ref", "reference", hold_at="1", hold=go), stages.arm("again", "null"))
     task = stages.make(tmp_path / "a", "measure", "tiny", stages.measure_params(slow, count=3))
     env = {
         **os.environ,
@@ -281,14 +271,15 @@ def test_two_at_once_wait_for_each_other_or_refuse(tmp_path):
     )
     try:
         lock = tmp_path / "moescope-host.lock"
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not (lock.exists() and lock.read_text()):
             assert time.monotonic() < deadline and other.poll() is None
             time.sleep(0.01)
         with pytest.raises(UserError, match=rf"measure tiny \(process {other.pid}, since"):
             measure(tmp_path / "b", max_wait_s=0.1)
-        measure(tmp_path / "b", max_wait_s=20)
-        assert other.wait(1) == 0
+        go.touch()
+        measure(tmp_path / "b", max_wait_s=60)
+        assert other.wait(60) == 0
     finally:
         other.kill()
         other.wait()
