@@ -43,20 +43,20 @@ def model(tmp_path):
     return folder
 
 
-def ask(worker, tokens=9, prompt=(1, 2, 3, 4), limit=20.0):
+def ask(worker, tokens=9, prompt=(1, 2, 3, 4), limit=60.0):
     return worker.ask("decode", limit, prompt=list(prompt), tokens=tokens, patches=[])
 
 
 @needs_compiler
 def test_a_decode_counts_forwards_not_tokens(tool, model, tmp_path):
     with command.CommandWorker(tool, tmp_path / "log.txt", {"TOY_MS": "10"}) as worker:
-        loaded = worker.ask("load", 10, package=None, path=str(model))
+        loaded = worker.ask("load", 60, package=None, path=str(model))
         found = ask(worker, tokens=9)
     assert (loaded["model_type"], loaded["parameters_bytes"]) == ("qwen3_moe", 100)
     assert loaded["seconds"] == 0.01 and loaded["peak_memory"] == 750_000_000
     assert (found["prompt_tokens"], found["generated_tokens"], found["forwards"]) == (4, 9, 8)
-    per_forward = found["decode_s"] / found["forwards"]
-    assert 0.010 <= per_forward < 0.02
+    said = re.findall(r"Decode: ([\d.]+) ms", (tmp_path / "log.txt").read_text())
+    assert found["decode_s"] == pytest.approx(float(said[-1]) / 1e3) and float(said[-1]) >= 8 * 10
     # The tool's own rate counts the prefill's token too: by 9/8 higher.
     ratio = found["tool_rate"] / (found["forwards"] / found["decode_s"])
     assert ratio == pytest.approx(9 / 8, rel=1e-3)
@@ -75,10 +75,10 @@ def test_the_arms_variables_reach_the_tool_and_the_callers_do_not(tool, model, m
     monkeypatch.setenv("MLX_INHERITED", "yes")
     for settings, path in (({}, "gather"), ({"TOY_FUSED": "1"}, "fused")):
         with command.CommandWorker(tool, settings=settings) as worker:
-            worker.ask("load", 10, path=str(model))
+            worker.ask("load", 60, path=str(model))
             assert ask(worker)["paths"] == [f"[toy arch] path: {path}; inherited: nothing"]
     with command.CommandWorker(tool, settings={"MLX_INHERITED": "arm"}) as worker:
-        worker.ask("load", 10, path=str(model))
+        worker.ask("load", 60, path=str(model))
         assert ask(worker)["paths"][0].endswith("inherited: arm")
 
 
@@ -93,7 +93,7 @@ def test_the_arms_variables_reach_the_tool_and_the_callers_do_not(tool, model, m
 )
 def test_bad_ends_have_their_kind_and_leave_no_process(tool, model, settings, limit, kind):
     with command.CommandWorker(tool) as worker:
-        worker.ask("load", 10, path=str(model))
+        worker.ask("load", 60, path=str(model))
         worker.settings = settings
         with pytest.raises(WorkerDied) as error:
             ask(worker, limit=limit)
@@ -117,7 +117,7 @@ def test_bad_ends_have_their_kind_and_leave_no_process(tool, model, settings, li
 def test_what_cannot_run_here_says_so_when_it_is_loaded(tool, model, settings, kind, why):
     with command.CommandWorker(tool, settings=settings) as worker:
         with pytest.raises(WorkerDied, match=why) as error:
-            worker.ask("load", 10, path=str(model))
+            worker.ask("load", 60, path=str(model))
         assert error.value.kind == kind and str(model) not in str(error.value)
         with pytest.raises(WorkerError, match="decode before load"):
             ask(worker)
@@ -133,7 +133,7 @@ def test_what_a_command_cannot_do_is_not_applicable(tool, model):
     with command.CommandWorker(tool) as worker:
         with pytest.raises(WorkerError, match="decode before load"):
             ask(worker)
-        worker.ask("load", 10, path=str(model))
+        worker.ask("load", 60, path=str(model))
         for do in ("scopes", "forced", "layout"):
             with pytest.raises(WorkerError, match=f"a command has no {do}") as error:
                 worker.ask(do, 10)
@@ -149,7 +149,7 @@ def test_what_a_command_cannot_do_is_not_applicable(tool, model):
 @needs_compiler
 def test_a_run_can_be_watched_between_sending_and_receiving(tool, model):
     with command.CommandWorker(tool, settings={"TOY_MS": "20"}) as worker:
-        worker.ask("load", 10, path=str(model))
+        worker.ask("load", 60, path=str(model))
         deadline = time.monotonic() + 20
         worker.send("decode", deadline=deadline, prompt=[1], tokens=11, patches=[])
         assert Path(f"/proc/{worker.pid}").exists() or sys.platform != "linux"
@@ -159,7 +159,7 @@ def test_a_run_can_be_watched_between_sending_and_receiving(tool, model):
 @needs_compiler
 def test_leaving_kills_what_runs(tool, model):
     with command.CommandWorker(tool) as worker:
-        worker.ask("load", 10, path=str(model))
+        worker.ask("load", 60, path=str(model))
         worker.settings = {"TOY_SLEEP": "1"}
         worker.send("decode", deadline=time.monotonic() + 60, prompt=[1], tokens=4, patches=[])
         pid = worker.pid
@@ -174,7 +174,7 @@ def test_several_runs_in_one_process_are_one_decode(fake):
         tool.words, tool.env, tool.manifest, {**tool.invoke, "runs_per_process": 3}
     )
     with command.CommandWorker(several) as worker:
-        worker.ask("load", 10, path=str(folder))
+        worker.ask("load", 60, path=str(folder))
         found, again = ask(worker, tokens=5), ask(worker, tokens=5)
     assert [one["decode_s"] for one in found["passes"]] == pytest.approx([0.1, 0.2, 0.3])
     assert found["decode_s"] == pytest.approx(0.2) and found["forwards"] == 4
@@ -183,7 +183,7 @@ def test_several_runs_in_one_process_are_one_decode(fake):
     assert found["tool_rate"] == pytest.approx(15 / 0.6)
     assert found["process_s"] != again["process_s"] and found["counted"] == []
     with command.CommandWorker(tool) as worker:
-        worker.ask("load", 10, path=str(folder))
+        worker.ask("load", 60, path=str(folder))
         assert "passes" not in ask(worker, tokens=5)
     one = binary.Tool(tool.words, tool.env, tool.manifest, {**tool.invoke, "runs": "one"})
     with pytest.raises(UserError, match="the preset fake measures one"):
@@ -229,7 +229,7 @@ def test_instruments_are_runs_of_their_own(fake):
         '94 [label ="GatherQMM", shape=rectangle]; 7 [label ="AsType", shape=rectangle]; }'
     )
     with command.CommandWorker(tool) as worker:
-        worker.ask("load", 10, path=str(folder))
+        worker.ask("load", 60, path=str(folder))
         graph = worker.ask("graph", 10, prompt=[1, 2], patches=[])
         lines = worker.ask("profile", 10, prompt=[1, 2], patches=[])
     assert graph["operations"] == [
@@ -401,12 +401,13 @@ def test_a_real_tool_agrees_with_the_in_process_arm(tmp_path):
     import agreement
 
     model, rows = agreement.checkpoint(tmp_path / "model"), []
-    for _ in range(4):
+    for _ in range(8):
         rows += agreement.pairs(model, rounds=1, trials=2, generate=17)
-        fastest = [max(row[name] for row in rows) for name in ("tool", "worker")]
-        if agree := 0.75 < fastest[0] / fastest[1] < 1.33:
+        # None where a host stood still: no pair counts in which one was not timed alone.
+        fastest = [max((row[name] for row in rows), default=0.0) for name in ("tool", "worker")]
+        if rows and 0.75 < fastest[0] / fastest[1] < 1.33:
             break
-    assert agree, rows
+    assert rows and 0.75 < fastest[0] / fastest[1] < 1.33, rows
     for row in rows:
         # The tool's own convention counts the prefill's token: 17 over 16 intervals.
         assert row["tool_own"] / row["tool"] == pytest.approx(17 / 16, rel=1e-6)

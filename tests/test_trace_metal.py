@@ -20,6 +20,7 @@ from moescope.runtimes.client import WorkerError
 from moescope.study.plan import BACKEND_CODE
 from moescope.trace import command as commands
 from moescope.trace import derived, metal_worker, stage
+from moescope.trace.command import NotMeasured
 from moescope.verdict.bound import bound
 from moescope.verdict.kernels import kernels
 from moescope.verdict.results import Found
@@ -32,23 +33,24 @@ argv = sys.argv[2:]
 if argv[0] == "version":
     sys.exit(os.environ.get("NO_XCTRACE"))
 if argv[0] == "record":
-    import metal_export
     bundle = Path(argv[argv.index("--output") + 1])
-    if "--attach" in argv:
+    if "--attach" in argv:  # nothing slow before it says that it records
         os.kill(int(argv[argv.index("--attach") + 1]), 0)  # it is there
         if os.environ.get("REFUSE"):
             sys.exit("Cannot attach to process: not permitted")
         def stop(*_):
             print("Recording completed. Saving output file...", flush=True)
             if not os.environ.get("LOSE"):
+                import metal_export
                 metal_export.trace(bundle, 8 if bundle.stem == "short" else 40, how="attached")
             sys.exit(54)
         signal.signal(signal.SIGINT, stop)
         print("Starting recording with the Metal System Trace template.", flush=True)
         if not os.environ.get("MUTE"):
             print("Ctrl-C to stop the recording", flush=True)
-        time.sleep(30)
+        time.sleep(120)
     command = argv[argv.index("--") + 1:]
+    import metal_export
     names = [a for a, b in zip(argv[1:], argv) if b == "--env"]
     assert "TOY_MS=3" in names, names
     metal_export.trace(bundle, int(command[command.index("--max-tokens") + 1]))
@@ -217,14 +219,30 @@ def test_a_record_has_the_busy_share_and_refuses_terms(context, xcrun):
     ],
 )
 def test_what_xctrace_does_not_do_is_one_sentence(context, xcrun, monkeypatch, variables, said):
-    monkeypatch.setattr(metal_worker, "START_LIMIT_S", 2.0)
+    if "MUTE" in variables:
+        monkeypatch.setattr(metal_worker, "START_LIMIT_S", 5.0)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     begin = time.monotonic()
     (line,) = metal_worker.measure(context)["not_measured"]
     assert line.startswith(f"command buffers and GPU times: {said}") and "\n" not in line
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 90  # it would go on for 120
     assert bool(context.the_worker.asked) is ("NO_XCTRACE" not in variables)
+
+
+def test_what_xctrace_says_as_it_ends_is_not_lost(tmp_path):
+    """It writes and ends between two looks of ours."""
+    log = tmp_path / "log"
+    log.write_text("")
+
+    class Ending:
+        @property
+        def alive(self):
+            log.write_text("Cannot attach to process: not permitted")
+            return False
+
+    with pytest.raises(NotMeasured, match="not permitted"):
+        metal_worker._wait_for(Ending(), log)
 
 
 def test_without_xcode_an_arm_is_not_even_loaded(context, monkeypatch):
@@ -246,7 +264,7 @@ def test_a_failing_arm_is_an_error_and_the_recording_ends(context, xcrun, monkey
     begin = time.monotonic()
     with pytest.raises(WorkerError, match="no more"):
         metal_worker.measure(context)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 90
 
 
 @pytest.mark.parametrize("xcode", [True, False])
@@ -293,7 +311,7 @@ def test_the_stage_and_the_plan_name_the_module():
     not (shutil.which("git") and shutil.which("make") and shutil.which("cc")),
     reason="needs git, make and a C compiler",
 )
-def test_a_command_gives_command_buffers_a_token(context, xcrun, tmp_path):
+def test_a_command_gives_command_buffers_a_token(context, xcrun, tmp_path, monkeypatch):
     commit = toy.write(tmp_path / "toy")
     tool = binary.provide(toy.runtime(tmp_path / "toy", commit), tmp_path / "work", tmp_path)
     model = tmp_path / "model"
@@ -302,12 +320,17 @@ def test_a_command_gives_command_buffers_a_token(context, xcrun, tmp_path):
     context.worker = lambda **extra: command.CommandWorker(tool, settings={"TOY_MS": "3"} | extra)
     context.bench.loading = lambda arm: {"path": str(model)}
     context.patches = []
+    printed, runs = [], commands.output.runs
+    monkeypatch.setattr(
+        commands.output, "runs", lambda *given: printed.append(runs(*given)[0]) or printed[-1:]
+    )
     found = commands.measure(context)
     assert found["instruments"] == ["xctrace"]
     buffers = found["command_buffers"]
     assert buffers["command_buffers"] == 4 and buffers["tokens"] == 32
     assert buffers["busy_s"] == pytest.approx(4 * 900e-6)
-    assert 3 < buffers["profiled_wall_ms"][0] < 9
+    walls = {run["forwards"]: run["decode_s"] / run["forwards"] * 1e3 for run in printed}
+    assert buffers["profiled_wall_ms"] == pytest.approx([walls[39]]) and walls[39] > 3
     assert "single kernels" in found["not_measured"][0]
 
 

@@ -97,17 +97,21 @@ def test_a_pass_in_slices_decodes_the_same_tokens(loaded, slices):
 @pytest.mark.alone
 def test_slices_time_the_steps_between_the_pauses_only(loaded):
     """With a long delay in each step: no interval holds a pause, none is short of a step."""
-    delay, pause = 0.04, 0.15
+    delay, pause, working = 0.04, 1.0, 0.0
     patches = [f"delay_step={delay * 1000:g}ms"]
     decode(loaded, M, patches=patches)
     start = {"step": "start", "prompt": PROMPT, "tokens": 8, "slices": [4, 3], "patches": patches}
     loaded.ask("sliced", LIMIT_S, **start)
     for _ in range(2):
         time.sleep(pause)
+        begin = time.monotonic()
         loaded.ask("sliced", LIMIT_S, step="more")
+        working += time.monotonic() - begin
     result = loaded.ask("sliced", LIMIT_S, step="end")
     assert result["forwards"] == 5
-    assert all(delay * 0.98 <= seconds < delay + pause for seconds in result["token_s"])
+    assert all(seconds >= delay * 0.98 for seconds in result["token_s"])
+    # A host that stands still lengthens both; a pause would be in one.
+    assert result["decode_s"] <= working
     assert 5 * delay * 0.98 <= result["build_s"] <= result["decode_s"]
     # The patch is gone.
     assert min(decode(loaded)["token_s"]) < delay
@@ -182,16 +186,18 @@ def test_the_window_is_exactly_the_forwards_after_the_first_token(loaded):
     decode window and as many graphs built; the one in flight after it is outside."""
     delay = 0.06
     patches = [f"delay_step={delay * 1000:g}ms"]
-    plain, runs = decode(loaded, 5), [decode(loaded, 5, patches=patches) for _ in range(3)]
-    assert all(run["tokens"] == plain["tokens"] for run in runs)
-    # The quickest of three: other programs only add time.
-    build, decoding, prefill = (
-        min(run[name] for run in runs) for name in ("build_s", "decode_s", "prefill_s")
-    )
-    assert 4 * delay <= build < 5 * delay
-    assert 4 * delay <= decoding < 5 * delay
     # Before the first token: the prompt but its last token, that token, and the step after it.
-    assert 3 * delay <= prefill < 4 * delay
+    steps = {"build_s": 4, "decode_s": 4, "prefill_s": 3}
+    plain, quickest = decode(loaded, 5), dict.fromkeys(steps, float("inf"))
+    # The quickest of some: other programs only add time.
+    for number in range(12):
+        run = decode(loaded, 5, patches=patches)
+        assert run["tokens"] == plain["tokens"]
+        quickest = {name: min(least, run[name]) for name, least in quickest.items()}
+        if number >= 2 and all(quickest[name] < (n + 1) * delay for name, n in steps.items()):
+            break
+    for name, count in steps.items():
+        assert count * delay <= quickest[name] < (count + 1) * delay, name
 
 
 def test_the_end_of_sequence_token_is_not_looked_at(worker, checkpoints):

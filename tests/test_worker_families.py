@@ -121,7 +121,7 @@ def test_a_real_delay_is_found_within_a_tenth(worker, load, model):
     delay, plain = 0.05, []
     for term in ("router", "expert_gather", "attention"):
         slow = []
-        for _ in range(8):
+        for _ in range(30):
             plain += scopes(worker, tokens=1, passes=1)
             slow += scopes(worker, [f"delay_{term}={delay * 1000:g}ms"], tokens=1, passes=1)
             growth = least(slow, term) - least(plain, term)

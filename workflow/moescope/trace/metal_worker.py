@@ -81,8 +81,11 @@ class Attached(Profiled):
 def _wait_for(recording: process.Process, log: Path) -> None:
     """Until the recording is on. Raises NotMeasured if it ends, or is not within the limit."""
     deadline = time.monotonic() + START_LIMIT_S
-    while STARTED not in (text := log.read_text(errors="replace")):
-        if not recording.alive or time.monotonic() > deadline:
+    while True:
+        alive = recording.alive  # asked first: what it says as it ends is then in the log
+        if STARTED in (text := log.read_text(errors="replace")):
+            break
+        if not alive or time.monotonic() > deadline:
             raise NotMeasured(f"xctrace did not begin to record: {_last(text)}")
         time.sleep(0.05)
     time.sleep(SETTLE_S)
