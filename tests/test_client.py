@@ -55,7 +55,7 @@ def test_the_end_of_a_worker_is_classified(root, do, arguments, kind, status):
     with start(root) as worker:
         pid = worker.pid
         with pytest.raises(WorkerDied) as caught:
-            worker.ask(do, 10, **arguments)
+            worker.ask(do, 60, **arguments)
         assert (caught.value.kind, caught.value.status) == (kind, status)
         if "message" in arguments:
             assert arguments["message"] in caught.value.tail

@@ -136,7 +136,7 @@ def test_what_a_command_cannot_do_is_not_applicable(tool, model):
         worker.ask("load", 60, path=str(model))
         for do in ("scopes", "forced", "layout"):
             with pytest.raises(WorkerError, match=f"a command has no {do}") as error:
-                worker.ask(do, 10)
+                worker.ask(do, 60)
             assert error.value.kind == "not_applicable"
         with pytest.raises(WorkerError, match="skip_experts: a command cannot be patched"):
             worker.ask("decode", 10, prompt=[1], tokens=4, patches=["skip_experts"])
@@ -387,11 +387,11 @@ def test_a_study_says_how_many_runs_a_process_measures():
 
 def test_processes_end_with_their_children_and_say_their_memory():
     script = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid)"
-    ended = process.run([sys.executable, "-c", script], os.environ, 20)
+    ended = process.run([sys.executable, "-c", script], os.environ, 60)
     assert ended.good and ended.peak_memory > 1 << 20
     assert stages.gone(int(ended.stdout))
     assert process.run(["/no/such/tool"], {}, 1).status is None
-    assert process.run([sys.executable, "-c", "import os; os.abort()"], {}, 20).status == 134
+    assert process.run([sys.executable, "-c", "import os; os.abort()"], {}, 60).status == 134
 
 
 @pytest.mark.alone

@@ -149,7 +149,7 @@ def test_a_build_that_fails(tmp_path, build, where, line):
         binary.provide(toy.runtime(tmp_path / "toy", commit, build=build), tmp_path / "w", tmp_path)
     assert str(raised.value).startswith(f"runtimes.toy.build.{where}: ")
     assert line in str(raised.value) and "\n" not in str(raised.value)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 50
     assert not list((tmp_path / "w" / "builds").glob("*/built.json"))
 
 

@@ -112,7 +112,7 @@ def test_a_backend_adds_its_own_instruments(trace, monkeypatch):
     def measure(context):
         (context.task.out / "kernels.csv").write_text("kernel\n")
         with context.worker(FAKE_EXTRA="1") as worker:
-            environ = worker.ask("environment", 10)["environ"]
+            environ = worker.ask("environment", 60)["environ"]
         assert environ["FAKE_TOKEN_S"] == "0.001"
         return {"instruments": ["kernels"], "not_measured": ["heat"], "x": environ["FAKE_EXTRA"]}
 

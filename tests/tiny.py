@@ -287,7 +287,7 @@ MODELS += [("mlx-vlm", family) for family in CONFIGS]
 AFFINE = {"mode": "affine", "bits": 4, "group_size": 64}
 MXFP4 = {"mode": "mxfp4", "bits": 4, "group_size": 32}
 NVFP4 = {"mode": "nvfp4", "bits": 4, "group_size": 16}
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 PROMPT = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31]
 
 
@@ -355,6 +355,6 @@ def probe(checkpoints: list[tuple[str, Path]]) -> list[dict[str, Any]]:
         env={**os.environ, "PYTHONPATH": str(ROOT / "workflow")},
         stdout=subprocess.PIPE,
         check=True,
-        timeout=180,
+        timeout=900,
     )
     return json.loads(result.stdout)

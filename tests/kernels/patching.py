@@ -259,7 +259,7 @@ def _no_cycles_collected():
 
 def _falls_to(limit):
     """Whether MLX's memory does: its own threads drop what they last ran a little later."""
-    for _ in range(200):
+    for _ in range(3000):
         if mx.get_active_memory() <= limit:
             return True
         time.sleep(0.01)
