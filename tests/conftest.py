@@ -1,11 +1,13 @@
 """What all tests share: the repository, and an arm's interpreter with MLX."""
 
+import itertools
 import os
 import tempfile
 from pathlib import Path
 
 import jinja2
 import pytest
+from filelock import FileLock, Timeout
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,6 +66,13 @@ def _own_temporary_folder(config) -> None:
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # this one only hands the tests out
     name = getattr(config, "workerinput", {}).get("workerid", "gw0")
-    folder = Path(tempfile.gettempdir()) / f"moescope-tests-{os.getuid()}" / name
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for number in itertools.count():  # another run of the tests may be on
+        folder = Path(tempfile.gettempdir()) / f"moescope-tests-{os.getuid()}" / f"{name}-{number}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config.folder_lock = FileLock(folder / "lock", blocking=False)
+        try:
+            config.folder_lock.acquire()
+            break
+        except Timeout:
+            continue
     os.environ["TMPDIR"] = str(folder)

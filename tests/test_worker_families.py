@@ -67,6 +67,11 @@ def scopes(worker, patches=(), passes=2, tokens=TOKENS):
     )["passes"]
 
 
+def lost(one):
+    """The share of a pass's time that no term has."""
+    return 1 - sum(one["terms_s"].values()) / one["wall_s"]
+
+
 def least(passes, term):
     """Seconds a token; the smallest of the passes, as other programs only add to them."""
     return min(one["terms_s"][term] / one["tokens"] for one in passes)
@@ -88,10 +93,13 @@ def expected_terms(model):
 def test_scopes_sum_to_the_wall_and_change_nothing(worker, load, model):
     load(model)
     plain = decode(worker)
-    for one in scopes(worker):
+    passes = scopes(worker)
+    # The best: whoever gets in between the two clocks' first looks adds to one of them only.
+    assert min(lost(one) for one in passes) < 0.02
+    for one in passes:
         assert tuple(one["terms_s"]) == TERMS
         assert one["tokens"] == TOKENS
-        assert sum(one["terms_s"].values()) == pytest.approx(one["wall_s"], rel=0.02)
+        assert lost(one) > -1e-6
         assert {term for term, seconds in one["terms_s"].items() if seconds} == expected_terms(
             model
         )

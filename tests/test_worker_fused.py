@@ -68,9 +68,9 @@ def test_what_is_fused_is_the_expert_gather(worker, load, model):
     found = ask(worker, "graph", REFERENCE)["sequence"]
     own = {term for _, path, term in found if path in blocks}
     assert own <= {"expert_gather", "combine"} and "expert_gather" in own
-    one = ask(worker, "scopes", REFERENCE, tokens=3)["passes"][0]
-    terms = one["terms_s"]
-    assert sum(terms.values()) == pytest.approx(one["wall_s"], rel=0.02)
+    passes = ask(worker, "scopes", REFERENCE, tokens=3, passes=2)["passes"]
+    terms = passes[0]["terms_s"]
+    assert -1e-6 < min(1 - sum(p["terms_s"].values()) / p["wall_s"] for p in passes) < 0.02
     assert terms["expert_gather"] > 0 and terms["activation"] == 0
 
 
