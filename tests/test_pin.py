@@ -181,7 +181,7 @@ def test_commits_and_the_framework_in_their_tree_are_pinned(tmp_path):
         commits.append(toy.git(url, "rev-parse", "HEAD").strip())
     assert len({first, third, *commits}) == 4
     path = tmp_path / "study.yaml"
-    path.write_text(RUNTIME.format(url=url, ref=commits[0][:8]))
+    path.write_text(RUNTIME.format(url=url, ref=f'"{commits[0][:8]}"'))
     lines = pin(tmp_path, path)
     assert lines == [
         f"runtimes.toy.source.commit: {commits[0][:8]} -> {commits[0]}",
@@ -208,6 +208,38 @@ def test_a_runtime_without_ref_and_an_unknown_one(tmp_path):
     path.write_text(RUNTIME.format(url=tmp_path / "toy", ref="release-9"))
     with pytest.raises(UserError, match=r"no branch, tag or commit 'release-9'"):
         pin(tmp_path, path)
+
+
+@pytest.mark.parametrize(
+    ("ref", "read"), [("69728692", "69728692"), ("01234567", "342391"), ("1.10", "1.1")]
+)
+def test_what_yaml_reads_as_a_number_is_no_name(hub, tmp_path, ref, read):
+    """A commit's first digits may be digits only, of which YAML makes another number."""
+    path = tmp_path / "study.yaml"
+    path.write_text(
+        RUNTIME.format(url=tmp_path / "toy", ref=ref)
+        + f"checkpoints:\n  m:\n    source: {{kind: hub, repo: org/model, branch: {ref}}}\n"
+    )
+    before = path.read_text()
+    with pytest.raises(UserError) as raised:
+        pin(tmp_path, path)
+    assert str(raised.value).splitlines() == [
+        f"study.yaml: {key}: {read} is not a text; put it in quotes"
+        for key in ("checkpoints.m.source: branch", "runtimes.toy: source.ref")
+    ]
+    assert path.read_text() == before and hub.asked == []
+
+
+def test_what_a_source_does_not_give_is_asked_for(tmp_path):
+    path = tmp_path / "study.yaml"
+    for text, line in (
+        ("checkpoints:\n  m:\n    source: {kind: hub}\n", "checkpoints.m.source: repo: missing"),
+        (RUNTIME.format(url="null", ref="main"), "runtimes.toy: source.url: missing"),
+        ("runtimes:\n  toy: {kind: command, source: a}\n", "runtimes.toy.source: a mapping is"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=line):
+            pin(tmp_path, path)
 
 
 def test_merged_mappings_keep_their_form():

@@ -89,8 +89,8 @@ def _checkpoint(document: "Document", name: str, resolve: Resolve) -> list[str]:
     values = document.values(source)
     if values.get("kind") != "hub" or values.get("revision"):
         return []
-    branch = str(values.get("branch") or "main")
-    revision = resolve(str(values["repo"]), branch)
+    repo, branch = _text(values, "repo"), _text(values, "branch", "main")
+    revision = resolve(repo, branch)
     document.put(source, "revision", revision, after="repo")
     return [f"checkpoints.{name}.source.revision: {branch} -> {revision}"]
 
@@ -98,18 +98,20 @@ def _checkpoint(document: "Document", name: str, resolve: Resolve) -> list[str]:
 def _runtime(document: "Document", name: str, work: Path) -> list[str]:
     node = document.at("runtimes", name)
     values = document.values(node)
-    source = values.get("source") or {}
-    if values.get("kind") != "command" or source.get("kind") != "git":
+    if values.get("kind") != "command":
+        return []
+    source = document.values(document.at("runtimes", name, "source"))
+    if source.get("kind") != "git":
         return []
     from ..runtimes import git, spec
 
     lines = []
-    url, commit = str(source["url"]), source.get("commit")
+    url, commit = _text(source, "url", key="source.url"), source.get("commit")
     if not commit:
-        ref = source.get("ref")
-        if not ref:
+        if not source.get("ref"):
             raise UserError("source.ref: missing; give a branch, a tag or a commit's first digits")
-        commit = git.resolve(url, str(ref), work)
+        ref = _text(source, "ref", key="source.ref")
+        commit = git.resolve(url, ref, work)
         document.put(document.at("runtimes", name, "source"), "commit", commit, after="url")
         lines.append(f"runtimes.{name}.source.commit: {ref} -> {commit}")
     try:
@@ -130,6 +132,17 @@ def _runtime(document: "Document", name: str, work: Path) -> list[str]:
             old = framework.get("value") or "not given"
             lines.append(f"runtimes.{name}.framework.value: {old} -> {value}")
     return lines
+
+
+def _text(values: dict[str, Any], name: str, default: str = "", key: str = "") -> str:
+    """A text of a mapping. Raises UserError for anything else: of a commit's first digits, which
+    may be digits only, YAML makes another number (01234567 is 342391 in it)."""
+    value = values.get(name)
+    if value is None and not default:
+        raise UserError(f"{key or name}: missing; it must be given")
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"{key or name}: {value!r} is not a text; put it in quotes")
+    return value or default
 
 
 @dataclass(frozen=True)
